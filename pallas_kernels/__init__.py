@@ -1,0 +1,1 @@
+"""One folder per operation: what it means (`reference`), a portable version (`xla`), the choice (`api`)."""
