@@ -1,0 +1,67 @@
+"""The paged KV cache: how big it is, and its arrays."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.models.attention import CACHE_AXES, CacheLayer
+from meshes import sharding
+
+
+def abstract_cache(
+    config: ModelConfig, num_pages: tuple[int, ...], page_size: int, dtype: jnp.dtype, mesh: Mesh
+) -> list[CacheLayer]:
+    """Shapes and shardings of every layer's pages. config: as laid out for the mesh; num_pages: per cache group."""
+    layers: list[CacheLayer] = [{} for _ in range(config.num_layers)]
+    for group, pages in zip(config.cache_groups, num_pages, strict=True):
+        shape = (pages, config.num_kv_heads, page_size, config.head_dim)
+        leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, CACHE_AXES))
+        for layer in group.layers:
+            layers[layer] = {"k": leaf, "v": leaf}
+    return layers
+
+
+def allocate(abstract: list[CacheLayer]) -> list[CacheLayer]:
+    """Zeroed pages, made on their devices."""
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
+    )
+    return zeros()
+
+
+def pages_per_sequence(config: ModelConfig, engine: EngineConfig) -> tuple[int, ...]:
+    """Pages that one sequence of max_model_len takes at most, per cache group."""
+    page_size, result = engine.cache.page_size, []
+    for group in config.cache_groups:
+        pages = -(-engine.max_model_len // page_size)
+        if group.window is not None:
+            pages = min(pages, -(-(group.window - 1 + engine.max_num_batched_tokens) // page_size) + 1)
+        result.append(pages)
+    return tuple(result)
+
+
+def plan_pages(
+    config: ModelConfig, engine: EngineConfig, itemsize: int, free_bytes: int, shards: int
+) -> tuple[int, ...]:
+    """Pages per cache group: what `max_num_seqs` sequences of `max_model_len` take, or as much of it as fits.
+
+    free_bytes: on one device; shards: devices that share the kv heads. Groups shrink together, so that none starves.
+    Raises ValueError if not even one sequence fits.
+    """
+    wanted = pages_per_sequence(config, engine)
+    if engine.cache.num_pages is not None:
+        return tuple(engine.cache.num_pages for _ in wanted)
+    page_bytes = 2 * config.num_kv_heads // shards * engine.cache.page_size * config.head_dim * itemsize
+    layers = [len(group.layers) for group in config.cache_groups]
+    one_sequence = sum(pages * count * page_bytes for pages, count in zip(wanted, layers, strict=True))
+    sequences = min(engine.max_num_seqs, free_bytes / one_sequence)
+    if sequences < 1:
+        raise ValueError(
+            f"the cache of one sequence of max_model_len {engine.max_model_len} takes {one_sequence / 2**20:.0f} MiB a "
+            f"device, and {max(0, free_bytes) / 2**20:.0f} MiB are left; lower max_model_len or raise memory_fraction"
+        )
+    return tuple(int(pages * sequences) for pages in wanted)

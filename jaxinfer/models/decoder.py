@@ -1,0 +1,61 @@
+"""The decoder: embedding, layers, final norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.models.attention import Attention, AttentionInputs, CacheLayer
+from jaxinfer.models.layers import Embedding, GatedMlp, Head, RMSNorm
+from jaxinfer.parameters import Tree
+from meshes import sharding
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, weights: Tree, mesh: Mesh):
+        self.replicated = sharding(mesh)
+        self.attention_norm = RMSNorm(config.norm_eps, weights["attention_norm"])
+        self.attention = Attention(config, layer, weights["attention"], mesh)
+        self.mlp_norm = RMSNorm(config.norm_eps, weights["mlp_norm"])
+        self.mlp = GatedMlp(config, weights["mlp"])
+
+    def __call__(self, x: jax.Array, cache: CacheLayer, inputs: AttentionInputs) -> tuple[jax.Array, CacheLayer]:
+        """x: [tokens, embed]. Under tensor parallelism each half ends in one all-reduce: x is whole on every device."""
+        attended, cache = self.attention(self.attention_norm(x), cache, inputs)
+        x = x + jax.lax.with_sharding_constraint(attended, self.replicated)
+        return x + jax.lax.with_sharding_constraint(self.mlp(self.mlp_norm(x)), self.replicated), cache
+
+
+class Decoder(nnx.Module):
+    """A decoder over the weights it is given: arrays, or ShapeDtypeStructs to learn its structure."""
+
+    def __init__(self, config: ModelConfig, weights: Tree, mesh: Mesh):
+        self.replicated = sharding(mesh)
+        self.embed = Embedding(weights["embed"])
+        self.layers = nnx.List([DecoderLayer(config, i, weights["layers"][i], mesh) for i in range(config.num_layers)])
+        self.final_norm = RMSNorm(config.norm_eps, weights["final_norm"])
+        self.head = None if config.tied_head else Head(weights["head"])
+        self.vocab_size = config.vocab_size
+
+    def __call__(
+        self, tokens: jax.Array, cache: Sequence[CacheLayer], inputs: Sequence[AttentionInputs]
+    ) -> tuple[jax.Array, list[CacheLayer]]:
+        """tokens: [tokens] i32; cache and inputs: one entry per layer. Returns the last layer's [tokens, embed]."""
+        x = jax.lax.with_sharding_constraint(self.embed(tokens), self.replicated)
+        new_cache = []
+        for layer, layer_cache, layer_inputs in zip(self.layers, cache, inputs, strict=True):
+            x, layer_cache = layer(x, layer_cache, layer_inputs)
+            new_cache.append(layer_cache)
+        return x, new_cache
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """x: [rows, embed], rows of `__call__`'s result; returns [rows, vocab_size] float32, padding rows left out."""
+        x = self.final_norm(x)
+        logits = self.embed.logits(x) if self.head is None else self.head.logits(x)
+        return jax.lax.with_sharding_constraint(logits, self.replicated)[:, : self.vocab_size]

@@ -1,0 +1,29 @@
+"""What paged_prefill means: numpy, float32; every token is a decode of its own over the cache up to itself."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pallas_kernels.paged_decode.reference import Array, Ids, paged_decode
+
+
+def paged_prefill(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_tables: Ids,
+    query_start: Ids,
+    lengths: Ids,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Array:
+    """Shapes as in `api.paged_prefill`."""
+    out = np.zeros_like(q)
+    for b, length in enumerate(lengths):
+        rows = range(query_start[b], query_start[b + 1])
+        for row in rows:
+            context = np.asarray([length - (rows.stop - 1 - row)], np.int32)
+            table = block_tables[b : b + 1]
+            out[row] = paged_decode(q[row : row + 1], k_pages, v_pages, table, context, scale=scale, window=window)[0]
+    return out

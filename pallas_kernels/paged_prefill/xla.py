@@ -1,0 +1,62 @@
+"""paged_prefill in plain JAX: blocks of query rows, each over just the pages its last row can see."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import softmax
+
+
+def paged_prefill(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    query_start: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    rows_per_block: int = 64,
+    keys_per_chunk: int = 256,
+) -> jax.Array:
+    """Shapes as in `api.paged_prefill`. A block holds rows of one sequence; sequences need not start on a multiple."""
+    tokens, kv_heads, q_per_kv, head_dim = q.shape
+    page_size, width = k_pages.shape[2], block_tables.shape[1]
+    rows = min(rows_per_block, tokens)
+    chunk = min(max(1, keys_per_chunk // page_size), width)
+    span = chunk * page_size
+    block_tables = jnp.pad(block_tables, ((0, 0), (0, -width % chunk)))
+    q = jnp.pad(q, ((0, rows), (0, 0), (0, 0), (0, 0)))
+
+    counts = query_start[1:] - query_start[:-1]
+    blocks = (counts + rows - 1) // rows
+    ends = jnp.cumsum(blocks)
+
+    def attend_block(block: jax.Array, out: jax.Array) -> jax.Array:
+        sequence = jnp.searchsorted(ends, block, side="right")
+        row = (block - (ends[sequence] - blocks[sequence])) * rows  # of the sequence's chunk
+        here = query_start[sequence] + row
+        q_block = jax.lax.dynamic_slice_in_dim(q, here, rows)  # [rows, kv_heads, q_per_kv, head_dim]
+        q_block = q_block.transpose(1, 2, 0, 3).reshape(kv_heads, q_per_kv * rows, head_dim)
+        position = lengths[sequence] - counts[sequence] + row + jnp.arange(rows)
+        last = jnp.minimum(position[-1], lengths[sequence] - 1)
+        first = 0 if window is None else jnp.maximum(position[0] - window + 1, 0)
+
+        def take(i: jax.Array, running: softmax.Running) -> softmax.Running:
+            pages = jax.lax.dynamic_slice(block_tables, (sequence, i * chunk), (1, chunk))
+            k, v = (x[pages, jnp.arange(kv_heads)[:, None]].reshape(kv_heads, span, -1) for x in (k_pages, v_pages))
+            keys = i * span + jnp.arange(span)
+            valid = (keys <= position[:, None]) & (keys <= last)
+            if window is not None:
+                valid &= keys > position[:, None] - window
+            return softmax.update(running, q_block, k, v, jnp.tile(valid, (q_per_kv, 1)), scale)
+
+        running = jax.lax.fori_loop(first // span, last // span + 1, take, softmax.start(q_block.shape))
+        result = softmax.finish(running, q.dtype).reshape(kv_heads, q_per_kv, rows, head_dim).transpose(2, 0, 1, 3)
+        mine = (row + jnp.arange(rows) < counts[sequence])[:, None, None, None]
+        old = jax.lax.dynamic_slice_in_dim(out, here, rows)
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, result, old), here, axis=0)
+
+    return jax.lax.fori_loop(0, ends[-1], attend_block, jnp.zeros_like(q))[:tokens]
