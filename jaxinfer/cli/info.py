@@ -1,0 +1,103 @@
+"""`jaxinfer info`: what a checkpoint is and what it needs, read from its header alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxinfer.cli.common import Command
+
+if TYPE_CHECKING:
+    from jaxinfer.config import ModelConfig
+
+MOST_DEVICES = 8
+"""The table stops at one host's devices; larger sizes that fit are still listed."""
+FIT_DTYPE = "bfloat16"
+
+
+@click.command(cls=Command)
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def info(path: str, as_json: bool) -> None:
+    """Describe the checkpoint at PATH (or a Hugging Face id): parameters, bytes, and what fits where.
+
+    \b
+    Examples:
+      jaxinfer info ./Llama-3.1-8B-Instruct
+      jaxinfer info "$(jaxinfer fetch-demo)" --json
+    """
+    import convert
+
+    checkpoint = convert.open_checkpoint(convert.resolve(path))
+    report = describe(checkpoint.config)
+    report |= {"format": checkpoint.format, "stored_dtype": str(checkpoint.dtype)}
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        click.echo("\n".join(_lines(checkpoint.config, report)))
+
+
+def describe(config: ModelConfig) -> dict[str, Any]:
+    """All numbers of the report as plain values; bytes are bytes, `device_gb` is 10**9 bytes."""
+    from jaxinfer import parameters, sizes
+
+    fitting = parameters.fitting_tensor_sizes(config)
+    fits = [
+        sizes.fit(config, memory, tensor, FIT_DTYPE)
+        for tensor in fitting
+        if tensor <= MOST_DEVICES
+        for memory in sizes.DEVICE_GB
+    ]
+    return {
+        "config": config.to_dict(),
+        "parameters": parameters.count(config),
+        "weight_bytes": {dtype: sizes.weight_bytes(config, dtype) for dtype in sizes.DTYPE_BYTES},
+        "kv_bytes_per_token": {dtype: sizes.kv_bytes_per_token(config, dtype) for dtype in sizes.DTYPE_BYTES},
+        "tensor_parallel_sizes": fitting,
+        "fits": [dataclasses.asdict(fit) for fit in fits],
+    }
+
+
+def _lines(config: ModelConfig, report: dict[str, Any]) -> list[str]:
+    c = config
+    windowed = [window for window in c.windows if window is not None]
+    weights, cache = report["weight_bytes"], report["kv_bytes_per_token"]
+    lines = [
+        f"architecture    {c.family}, stored as {report['format']} in {report['stored_dtype']}",
+        f"layers          {c.num_layers}, hidden {c.hidden_size}, MLP {c.mlp_size}",
+        f"heads           {c.num_heads} query, {c.num_kv_heads} key/value, of {c.head_dim}",
+        f"vocabulary      {c.vocab_size}{', the head tied to the embedding' if c.tied_head else ''}",
+        f"context         {c.max_position} tokens, rope {c.rope.kind}, base {c.rope.theta:g}",
+    ]
+    if windowed:
+        lines.append(f"windows         {len(windowed)} of {c.num_layers} layers look back {max(windowed)} tokens")
+    lines += [
+        f"parameters      {report['parameters']:,}",
+        f"weights         {', '.join(f'{size(n)} {dtype}' for dtype, n in weights.items())}",
+        f"cache per token {', '.join(f'{size(n)} {dtype}' for dtype, n in cache.items())}",
+        f"tensor parallel {', '.join(map(str, report['tensor_parallel_sizes']))} devices fit",
+        "",
+        f"Tokens of cache beside the weights, {FIT_DTYPE}, at the default memory fraction:",
+    ]
+    return lines + _table(report["fits"])
+
+
+def _table(fits: list[dict[str, Any]]) -> list[str]:
+    memories = sorted({fit["device_gb"] for fit in fits})
+    lines = ["devices" + "".join(f"{f'{memory} GB each':>16}" for memory in memories)]
+    for tensor in sorted({fit["tensor_parallel_size"] for fit in fits}):
+        row = [fit for fit in fits if fit["tensor_parallel_size"] == tensor]
+        cells = [f"{fit['cache_tokens']:,}" if fit["cache_tokens"] else "too small" for fit in row]
+        lines.append(f"{tensor:<7}" + "".join(f"{cell:>16}" for cell in cells))
+    return lines
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units: 269 MB, 22.5 kB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.4g} {unit}"
+    return f"{count:.0f} B"
