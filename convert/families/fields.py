@@ -1,0 +1,88 @@
+"""A config read field by field, so that one which nobody understood is an error and not a silent wrong answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+class Fields:
+    """The fields of one config section; `finish` raises if one was neither read nor ignored.
+
+    `where` names the section in messages, e.g. `config.json`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.where = where
+        self._values = values
+        self._unread = set(values)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as written (null is None), or the default where the field is absent."""
+        self._unread.discard(name)
+        return self._values.get(name, default)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer. Raises ValueError for anything else, or if absent without a default."""
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{self.where}: '{name}' is {value!r}; it must be a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number. Raises ValueError for anything else, or if absent without a default."""
+        value = self.get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            raise ValueError(f"{self.where}: '{name}' is {value!r}; it must be a positive number")
+        return float(value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """True or false. Raises ValueError for anything else."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.where}: '{name}' is {value!r}; it must be true or false")
+        return value
+
+    def choice(self, name: str, value: Any, choices: Mapping[str, Any]) -> Any:
+        """`choices[value]`. Raises ValueError naming the supported values."""
+        if value not in choices:
+            raise ValueError(
+                f"{self.where}: '{name}' is {value!r}, which is not supported; supported: {_join(choices)}"
+            )
+        return choices[value]
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """Accept a field only where it has no effect. Raises ValueError if present with another value."""
+        value = self.get(name, allowed[0])
+        if value not in allowed:
+            shown = repr(value) if len(repr(value)) < 100 else f"{repr(value)[:100]}…"
+            raise ValueError(f"{self.where}: '{name}' is {shown}; only {_join(map(repr, allowed))} is supported")
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Skip fields that cannot change what the model computes."""
+        self._unread -= set(names)
+
+    def finish(self) -> None:
+        """Raise ValueError naming the fields that were not understood."""
+        if self._unread:
+            listed = ", ".join(f"'{name}'" for name in sorted(self._unread))
+            raise ValueError(
+                f"{self.where}: fields not understood: {listed}. They may change what the model computes; "
+                "remove them if you know that they do not"
+            )
+
+
+def token_ids(fields: Fields, name: str, default: int | None = None) -> tuple[int, ...]:
+    """A field that holds a token id, a list of them, or null."""
+    value = fields.get(name, default)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"{fields.where}: '{name}' is {value!r}; it must be a token id, a list of them, or null")
+    return tuple(i for i in ids if i >= 0)
+
+
+def _join(names: Iterable[str]) -> str:
+    return ", ".join(names)

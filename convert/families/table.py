@@ -1,0 +1,82 @@
+"""What a family is, and how its table of tensor names is matched with what a checkpoint holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from convert.families.fields import Fields
+from convert.transforms import Transform
+from jaxinfer.config import ModelConfig
+from jaxinfer.parameters import declare, flatten
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source tensors of one of our parameters, `{}` standing for the layer's number, and how they fill it."""
+
+    names: tuple[str, ...]
+    transform: Transform
+
+
+Table = Mapping[str, Source]
+"""Our path, with `{}` for the layer's number → its sources. Rows for what a config does not declare are not used."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family of Hugging Face's."""
+
+    config: Callable[[Fields], ModelConfig]
+    table: Table
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    """Regular expressions of tensors that carry nothing the config does not say."""
+
+
+def match(
+    config: ModelConfig,
+    table: Table,
+    shapes: Mapping[str, tuple[int, ...]],
+    ignored: Iterable[str],
+    where: str,
+) -> dict[str, Source]:
+    """Our path → its sources with their full names, for every parameter of `config`.
+
+    `shapes`: of every tensor in the checkpoint. Raises ValueError naming what is missing, unknown or mis-shaped.
+    """
+    sources: dict[str, Source] = {}
+    expected: dict[str, tuple[int, ...]] = {}
+    for path, parameter in flatten(declare(config)):
+        number = re.search(r"\d+", path)
+        layer = number.group() if number else ""
+        row = table[re.sub(r"\d+", "{}", path, count=1)]
+        source = Source(tuple(name.format(layer) for name in row.names), row.transform)
+        canonical = np.broadcast_to(np.uint8(0), parameter.shape)  # takes no memory; only its views' shapes are used
+        slots = source.transform(canonical, config)
+        expected |= {name: slot.shape for name, slot in zip(source.names, slots, strict=True)}
+        sources[path] = source
+    skip = re.compile("|".join(ignored) or r"(?!)")
+    missing = [name for name in expected if name not in shapes]
+    unknown = [name for name in shapes if name not in expected and not skip.fullmatch(name)]
+    misshaped = [
+        f"{name} is {list(shapes[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    problems = [
+        f"{what} tensors: {some(names)}"
+        for what, names in (("missing", missing), ("unknown", unknown), ("mis-shaped", misshaped))
+        if names
+    ]
+    if problems:
+        raise ValueError(f"{where} does not hold a {config.family} model as its config says; " + "; ".join(problems))
+    return sources
+
+
+def some(names: list[str], limit: int = 10) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
