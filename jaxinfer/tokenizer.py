@@ -1,0 +1,129 @@
+"""Text to token ids and back: what the engine needs of a tokenizer, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convert.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+type Message = Mapping[str, Any]
+"""One turn of a chat: `role`, `content`, and whatever else the model's template reads."""
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, seen by the engine. `raw` is the tokenizer itself."""
+
+    def __init__(self, raw: PreTrainedTokenizerBase) -> None:
+        self.raw = raw
+        self._token_texts: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """The tokenizer of a checkpoint: a Hugging Face or native folder, or a GGUF file (see `load_tokenizer`)."""
+        return cls(load_tokenizer(Path(path)))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.raw.bos_token_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.raw.eos_token_id
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Tokens it knows, added ones included."""
+        return len(self.raw)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """Ids that decoding skips when asked to: not every added token is special."""
+        if not self.raw.is_fast:
+            return frozenset(self.raw.all_special_ids)
+        return frozenset(i for i, token in self.raw.added_tokens_decoder.items() if token.special)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens that the tokenizer adds by default, such as BOS."""
+        return self.raw.encode(text, verbose=False)
+
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_kwargs: Any
+    ) -> list[int]:
+        """Token ids of a chat, rendered by the model's template and nothing added: the template writes BOS itself.
+
+        Args:
+            messages: The turns, each with `role` and `content`.
+            add_generation_prompt: End with what makes the model answer.
+            **template_kwargs: Passed to the template, such as `tools` or `enable_thinking`; `chat_template` picks one
+                of several named templates, or gives another.
+
+        Raises:
+            ValueError: The messages are malformed, the tokenizer has no template, or the template refuses them.
+        """
+        _check_messages(messages)
+        if self.raw.chat_template is None and template_kwargs.get("chat_template") is None:
+            raise ValueError(
+                "the tokenizer has no chat template; pass chat_template= (a Jinja template), add a chat_template.jinja "
+                "to the checkpoint, or write the prompt as plain text, since base models are not made for chat"
+            )
+        from jinja2 import TemplateError
+
+        try:
+            text = self.raw.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
+            )
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+        return self.raw.encode(text, add_special_tokens=False, verbose=False)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids, spaces left as they are; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+        return self.raw.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def renders(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether the id puts any text or bytes into `decode`: not a skipped special token, nor an unknown id."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return False
+        return self.raw.convert_ids_to_tokens(token_id) is not None
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text within a text: a leading space is kept, special tokens are written out."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            # SentencePiece drops the space that leads a text, so look at the second of two.
+            alone = self.decode([token_id], skip_special_tokens=False)
+            text = self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]
+            self._token_texts[token_id] = text
+        return text
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise ValueError(
+            f"a chat is a list of messages, not {type(messages).__name__}; write [{{'role': 'user', 'content': '…'}}]"
+        )
+    if not messages:
+        raise ValueError("the chat has no messages; give at least one, such as {'role': 'user', 'content': '…'}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(
+                f"message {i} is {type(message).__name__}; it must be a dict such as {{'role': 'user', 'content': '…'}}"
+            )
+        if missing := [key for key in ("role", "content") if key not in message]:
+            raise ValueError(f"message {i} has no {' and no '.join(missing)}; it has {sorted(message)}")
+        if not isinstance(message["role"], str):
+            raise ValueError(f"message {i} has role {message['role']!r}; it must be a string such as 'user'")
+        content = message["content"]
+        if content is not None and not isinstance(content, (str, list)):
+            raise ValueError(
+                f"message {i} has content of type {type(content).__name__}; it must be a string, "
+                "a list of content parts, or None where the message holds tool calls"
+            )
