@@ -59,6 +59,11 @@ class Request:
         return self.status is Status.FINISHED
 
     @property
+    def stopping_ids(self) -> frozenset[int]:
+        """Ids that end it: the model's own and the caller's."""
+        return self.end_token_ids | frozenset(self.params.stop_token_ids or ())
+
+    @property
     def num_prompt_rows(self) -> int:
         """Prompt rows to score: with k alternatives the last row is left out, it belongs to the first new token."""
         if self.params.prompt_logprobs is None:

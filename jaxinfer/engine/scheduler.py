@@ -8,6 +8,7 @@ alone in the pool is refused when it is added, so the oldest always gets on and 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxinfer.config import CacheGroup
@@ -55,8 +56,8 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if it could never finish, even alone in the pool."""
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the request could never finish, even alone in the pool."""
         for group, pool in zip(self.groups, self.pools, strict=True):
             needed = self._most_pages(group, request.max_total_tokens)
             if needed > pool.num_pages:
@@ -65,15 +66,18 @@ class Scheduler:
                     f"{self.page_size}, and the cache has {pool.num_pages}; lower max_tokens or max_model_len, "
                     "shorten the prompt, or raise num_pages or memory_fraction"
                 )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `check` accepts."""
         self.waiting.append(request)
 
     def schedule(self) -> list[Scheduled]:
         """The next step's sequences, their pages allocated; empty when nothing can run now."""
         scheduled: list[Scheduled] = []
         preempted = False
-        budget = self._budget()
+        limit, used = self._limit(self.running), 0
         for request in list(self.running):
-            count = min(self._pending(request), budget)
+            count = min(self._pending(request), limit - used)
             if request.status is not Status.RUNNING or not count:
                 continue
             while not (fits := self._allocate(request, request.num_computed + count)):
@@ -84,20 +88,18 @@ class Scheduler:
                     break
             if fits:
                 scheduled.append(self._advance(request, count))
-                budget -= count
-        while self.waiting and not preempted and budget and self._slots:
+                used += count
+        while self.waiting and not preempted and self._slots:
             request = self.waiting[0]
-            if request.steps_in_flight or not self._fits(request):
-                break
-            budget = min(budget, self.max_scored_tokens) if request.wants_every_row() else budget
-            count = min(self._pending(request), budget)
-            if count < 1 or not self._allocate(request, count):
+            limit = min(limit, self._limit([request]))
+            count = min(self._pending(request), limit - used)
+            if count < 1 or request.steps_in_flight or not self._fits(request) or not self._allocate(request, count):
                 break
             self.waiting.popleft()
             request.status, request.slot = Status.RUNNING, self._slots.pop()
             self.running.append(request)
             scheduled.append(self._advance(request, count))
-            budget -= count
+            used += count
         return scheduled
 
     def finish(self, request: Request) -> None:
@@ -110,8 +112,9 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = Status.FINISHED
 
-    def _budget(self) -> int:
-        scored = any(request.wants_every_row() for request in self.running)
+    def _limit(self, requests: Iterable[Request]) -> int:
+        """Most tokens of a step that these requests are part of."""
+        scored = any(request.wants_every_row() for request in requests)
         return self.max_scored_tokens if scored else self.max_num_batched_tokens
 
     def _pending(self, request: Request) -> int:
@@ -153,7 +156,7 @@ class Scheduler:
         )
 
     def _allocate(self, request: Request, num_tokens: int) -> bool:
-        """Give it pages for its first `num_tokens` tokens, in every group or in none; free what its windows have left."""
+        """Give it pages for its first `num_tokens` tokens, in all groups or none; free what its windows have left."""
         request.pages = request.pages or [[] for _ in self.groups]
         last = -(-num_tokens // self.page_size)
         for group, pool, pages in zip(self.groups, self.pools, request.pages, strict=True):

@@ -1,0 +1,40 @@
+"""Compiling ahead of time: in parallel, with a progress bar, kept on disk for the next start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    import jax
+
+
+def cache_folder() -> Path:
+    """Where files that can be made again are kept: $JAXINFER_CACHE, or jaxinfer in the user's cache folder."""
+    if folder := os.environ.get("JAXINFER_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer"
+
+
+def enable_cache() -> None:
+    """Keep compiled programs on disk, small and quick ones too. A folder that JAX was already given is left alone."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def compile_all(lower: Sequence[Callable[[], jax.stages.Lowered]], progress: bool) -> list[Any]:
+    """Trace and compile each; results in the same order. Tracing holds the interpreter lock, compiling does not."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        futures = [pool.submit(lambda trace: trace().compile(), trace) for trace in lower]
+        for _ in tqdm(as_completed(futures), "Compiling", len(futures), unit="program", disable=not progress):
+            pass
+        return [future.result() for future in futures]

@@ -1,0 +1,150 @@
+"""The loop: schedule, run, postprocess, with steps in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.engine.batch import BatchBuilder
+from jaxinfer.engine.output import OutputBuilder
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.sampler import RowLogprobs
+from jaxinfer.engine.scheduler import Scheduled, Scheduler
+from jaxinfer.engine.step import StepOutput, StepRunner
+from jaxinfer.sampling_params import MAX_SUPPRESSED
+from jaxinfer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """A dispatched step: what it computes for whom."""
+
+    scheduled: list[Scheduled]
+    output: StepOutput
+    scored: bool
+
+
+class Engine:
+    """Runs requests until they finish. Knows nothing of text prompts or devices."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        engine: EngineConfig,
+        runner: StepRunner,
+        builder: BatchBuilder,
+        num_pages: tuple[int, ...],
+        tokenizer: Tokenizer | None,
+    ):
+        """config: canonical or laid out for a mesh; num_pages: per cache group."""
+        self._config = config
+        self._engine = engine
+        self._runner = runner
+        self._builder = builder
+        self._tokenizer = tokenizer
+        self._outputs: dict[Request, OutputBuilder] = {}
+        self._in_flight: deque[StepInFlight] = deque()
+        self.scheduler = Scheduler(
+            groups=config.cache_groups,
+            num_pages=num_pages,
+            page_size=engine.cache.page_size,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_scored_tokens=builder.max_scored_tokens,
+        )
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._outputs)
+
+    def add(self, request: Request) -> OutputBuilder:
+        """Queue a request that `check` accepts."""
+        self.check(request)
+        self.scheduler.add(request)
+        output = OutputBuilder(request, self._tokenizer)
+        self._outputs[request] = output
+        return output
+
+    def abort(self, request: Request) -> None:
+        """End a request now and free its pages; one that is finished is left alone."""
+        if output := self._outputs.pop(request, None):
+            output.finish("abort")
+            self.scheduler.finish(request)
+
+    def step(self) -> list[OutputBuilder]:
+        """Dispatch a step, and read the oldest one once enough are in flight. Returns the outputs that grew."""
+        if scheduled := self.scheduler.schedule():
+            batch = self._builder.build(scheduled)
+            output = self._runner.run(batch)
+            self._in_flight.append(StepInFlight(scheduled, output, batch.shape.scored))
+        if self._in_flight and (not scheduled or len(self._in_flight) >= self._engine.steps_in_flight):
+            return self._postprocess(self._in_flight.popleft())
+        return []
+
+    def _postprocess(self, step: StepInFlight) -> list[OutputBuilder]:
+        """Read a step's result and hand each sequence its part. Ids past a stop are dropped."""
+        ids = np.asarray(step.output.ids)
+        params = [part.request.params for part in step.scheduled]
+        wants_rows = any(p.logprobs is not None or p.prompt_logprobs is not None for p in params)
+        rows = jax.device_get(step.output.row_logprobs) if wants_rows else None
+        wants_full = step.scored and any(-1 in (p.logprobs, p.prompt_logprobs) for p in params)
+        full = np.asarray(step.output.logprobs) if wants_full else None
+
+        grown, row = [], 0
+        for number, part in enumerate(step.scheduled):
+            request = part.request
+            request.steps_in_flight -= 1
+            request.num_unread -= part.samples
+            output = self._outputs.get(request)
+            if output is not None:
+                if step.scored and rows is not None:
+                    _add_prompt_rows(output, part, row, rows, full)
+                if part.samples:
+                    last = row + part.count - 1 if step.scored else number
+                    output.push(int(ids[number]), last, rows, full)
+                    grown.append(output)
+                if request.finish_reason is not None:
+                    del self._outputs[request]
+                    self.scheduler.finish(request)
+            row += part.count
+        return grown
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request that cannot be served: nothing is queued or computed."""
+        prompt, vocab = request.prompt_token_ids, self._config.vocab_size
+        if not prompt:
+            raise ValueError(f"request {request.request_id} has an empty prompt; give it at least one token")
+        if outside := [token_id for token_id in prompt if not 0 <= token_id < vocab]:
+            raise ValueError(
+                f"request {request.request_id}: token ids {outside[:5]} are outside the vocabulary of {vocab}"
+            )
+        if outside := [token_id for token_id in request.params.stop_token_ids or () if not 0 <= token_id < vocab]:
+            raise ValueError(f"stop_token_ids {outside[:5]} are outside the vocabulary of {vocab}")
+        if len(prompt) >= self._engine.max_model_len:
+            raise ValueError(
+                f"request {request.request_id}: the prompt has {len(prompt)} tokens, and max_model_len is "
+                f"{self._engine.max_model_len}, output included; shorten it or raise max_model_len"
+            )
+        if request.params.min_tokens and len(request.stopping_ids) > MAX_SUPPRESSED:
+            raise ValueError(
+                f"min_tokens holds back {len(request.stopping_ids)} end and stop ids, at most {MAX_SUPPRESSED} are "
+                "possible; pass fewer stop_token_ids"
+            )
+        self.scheduler.check(request)
+
+
+def _add_prompt_rows(
+    output: OutputBuilder, part: Scheduled, row: int, rows: RowLogprobs, full: np.ndarray | None
+) -> None:
+    """The rows of this chunk that belong to the prompt, if its log-probabilities are wanted."""
+    request = part.request
+    count = min(part.start + part.count, request.num_prompt_rows) - part.start
+    if count <= 0:
+        return
+    chunk = jax.tree.map(lambda leaf: leaf[row : row + count], rows)
+    whole = full[row : row + count] if request.params.prompt_logprobs == -1 and full is not None else None
+    output.add_prompt_rows(part.start, count, chunk, whole)

@@ -1,0 +1,190 @@
+"""The jitted step: one batch through model and sampler, the cache updated in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxinfer import compilation
+from jaxinfer.config import ModelConfig
+from jaxinfer.engine import sampler
+from jaxinfer.engine.batch import NO_TARGET, UNREAD, Batch, BatchShape, packed_size, sampling_inputs, unpack
+from jaxinfer.engine.sampler import RowLogprobs
+from jaxinfer.models import Decoder
+from jaxinfer.models.attention import AttentionInputs, CacheLayer
+from jaxinfer.models.rope import cos_sin
+from jaxinfer.parameters import Tree
+from meshes import sharding
+
+PORTABLE_CHUNK = 256
+"""Tokens of cache that portable decode attention reads at once, where a loop over pages costs little (CPU)."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "row_logprobs", "logprobs"], meta_fields=[])
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step computed, still on the device."""
+
+    ids: jax.Array
+    """[sequences] i32: the sampled ids."""
+    row_logprobs: RowLogprobs
+    """Per row; zeros if the batch asked for none."""
+    logprobs: jax.Array | None
+    """[rows, vocab] f32 of a scored batch."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What stays on the device between steps, and is donated to each."""
+
+    cache: list[CacheLayer]
+    last_ids: jax.Array
+    """[max_num_seqs] i32: each running sequence's newest id, through which it reaches the next step."""
+
+
+jax.tree_util.register_dataclass(State, data_fields=["cache", "last_ids"], meta_fields=[])
+
+
+class StepRunner:
+    """Executables by batch shape, and the state they pass on. `run` dispatches and does not wait."""
+
+    def __init__(self, config: ModelConfig, weights: Tree, mesh: Mesh, page_size: int):
+        """config: as laid out for the mesh; weights: a nested dict of arrays, or of ShapeDtypeStructs to compile only."""
+        self._weights = weights
+        self._executables: dict[BatchShape, Any] = {}
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+        graph, _ = nnx.split(Decoder(config, abstract, mesh))
+        platform = mesh.devices.flat[0].platform
+        self._step = functools.partial(
+            step, graph=graph, config=config, page_size=page_size, loop_over_pages=loops_over_pages(platform)
+        )
+        self._replicated = sharding(mesh)
+        self.state: State | None = None
+
+    def lower(self, shape: BatchShape, state: State) -> jax.stages.Lowered:
+        """The step of one batch shape, traced for a state of these shapes and shardings."""
+        packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        fn = jax.jit(
+            functools.partial(self._step, shape=shape),
+            donate_argnums=(1,),
+            out_shardings=(self._replicated, shardings),
+        )
+        return fn.lower(self._weights, state, packed)
+
+    def compile(self, shapes: Sequence[BatchShape], progress: bool = False) -> None:
+        """Compile these shapes ahead of their use, several at a time."""
+        assert self.state is not None
+        missing = [shape for shape in shapes if shape not in self._executables]
+        state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.state)
+        compiled = compilation.compile_all([functools.partial(self.lower, shape, state) for shape in missing], progress)
+        self._executables.update(zip(missing, compiled, strict=True))
+
+    def run(self, batch: Batch) -> StepOutput:
+        """Dispatch one step; compiles first if its shape is new."""
+        if batch.shape not in self._executables:
+            self.compile([batch.shape])
+        packed = jax.device_put(batch.pack(), self._replicated)
+        output, self.state = self._executables[batch.shape](self._weights, self.state, packed)
+        return output
+
+
+def step(
+    weights: Tree,
+    state: State,
+    packed: jax.Array,
+    *,
+    shape: BatchShape,
+    graph: nnx.GraphDef,
+    config: ModelConfig,
+    page_size: int,
+    loop_over_pages: bool,
+) -> tuple[StepOutput, State]:
+    """Embed, layers, head on the rows that need it, sample. Pure: state in, state out."""
+    arrays = unpack(packed, shape)
+    decoder = nnx.merge(graph, weights)
+    sequence = sequence_of_token(arrays, shape)
+    last_ids = state.last_ids.at[arrays["slots"][sequence]].get(mode="clip")
+    tokens = jnp.where(arrays["tokens"] == UNREAD, last_ids, arrays["tokens"])
+    inputs = attention_inputs(arrays, shape, sequence, config, state.cache, page_size, loop_over_pages)
+    hidden, cache = decoder(tokens, state.cache, inputs)
+    logits = decoder.logits(hidden[arrays["logit_rows"]])  # [rows, vocab]
+
+    ids = sampler.sample(logits[arrays["sample_rows"]] if shape.scored else logits, sampling_inputs(arrays))
+    kept = jnp.where(arrays["samples"] > 0, arrays["slots"], state.last_ids.shape[0])
+    new_last_ids = state.last_ids.at[kept].set(ids, mode="drop")
+    row_logprobs, logprobs = report_logprobs(logits, ids, arrays, shape)
+    return StepOutput(ids, row_logprobs, logprobs), State(cache, new_last_ids)
+
+
+def sequence_of_token(arrays: dict[str, jax.Array], shape: BatchShape) -> jax.Array:
+    """[tokens] i32: the sequence each token belongs to; padding tokens get some sequence."""
+    rows = jnp.arange(shape.tokens)
+    if shape.decode:
+        return rows
+    found = jnp.searchsorted(arrays["query_start"], rows, side="right") - 1
+    return jnp.minimum(found, shape.sequences - 1)
+
+
+def attention_inputs(
+    arrays: dict[str, jax.Array],
+    shape: BatchShape,
+    sequence: jax.Array,
+    config: ModelConfig,
+    cache: list[CacheLayer],
+    page_size: int,
+    loop_over_pages: bool,
+) -> list[AttentionInputs]:
+    """One entry per layer; layers of a group share theirs."""
+    positions = arrays["positions"]
+    cos, sin = cos_sin(config.rope, config.head_dim, positions)
+    padding = jnp.arange(shape.tokens) >= arrays["query_start"][-1]
+    layers: dict[int, AttentionInputs] = {}
+    for group, tables in zip(config.cache_groups, arrays["block_tables"], strict=True):
+        num_pages = cache[group.layers[0]]["k"].shape[0]
+        inputs = AttentionInputs(
+            cos=cos,
+            sin=sin,
+            page_ids=jnp.where(padding, num_pages, tables[sequence, positions // page_size]),
+            offsets=positions % page_size,
+            block_tables=tables,
+            query_start=arrays["query_start"],
+            lengths=arrays["lengths"],
+            decode=shape.decode,
+            pages_per_chunk=max(1, PORTABLE_CHUNK // page_size) if loop_over_pages else shape.width,
+        )
+        layers |= dict.fromkeys(group.layers, inputs)
+    return [layers[layer] for layer in range(config.num_layers)]
+
+
+def report_logprobs(
+    logits: jax.Array, ids: jax.Array, arrays: dict[str, jax.Array], shape: BatchShape
+) -> tuple[RowLogprobs, jax.Array | None]:
+    """The model's raw log-probabilities, of each row's target and of the most likely ids."""
+    if shape.scored:
+        rows = jnp.where(arrays["samples"] > 0, arrays["sample_rows"], shape.rows)
+        sampled = jnp.zeros(shape.rows, jnp.int32).at[rows].set(ids, mode="drop")
+        targets = jnp.where(arrays["targets"] == NO_TARGET, sampled, arrays["targets"])
+        logprobs = jax.nn.log_softmax(logits)
+        return sampler.row_logprobs(logprobs, targets), logprobs
+    row_logprobs = jax.lax.cond(
+        sampling_inputs(arrays).any_logprobs,
+        lambda: sampler.row_logprobs(jax.nn.log_softmax(logits), ids),
+        lambda: sampler.no_logprobs(shape.rows),
+    )
+    return row_logprobs, None
+
+
+def loops_over_pages(platform: str) -> bool:
+    """Whether portable decode attention loops to the longest sequence, or reads whole (bucketed) block tables.
+
+    A loop of unknown length makes a GPU wait for the host in every turn; on CPU it costs nothing.
+    """
+    return platform == "cpu"

@@ -1,0 +1,247 @@
+"""The Python API: generate, chat, stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+import convert
+from jaxinfer import memory, startup, weights
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from jaxinfer.engine.output import OutputBuilder
+from jaxinfer.engine.request import Request
+from jaxinfer.outputs import RequestOutput, TextDelta
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.tokenizer import Tokenizer
+from meshes import AXES, build_mesh
+
+type Prompt = str | dict[str, Any]
+"""Text, {"prompt": text} or {"prompt_token_ids": ids}."""
+type Messages = Sequence[dict[str, Any]]
+"""One conversation: [{"role": "user", "content": "Hi"}, …]."""
+
+
+class LLM:
+    """A model, ready to generate. Names and defaults follow vLLM where it has one.
+
+    model: a local checkpoint (Hugging Face folder, GGUF file, native folder), a Hub id, or a ModelConfig for random
+        weights.
+    dtype: of weights, activations and cache: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16", "float16".
+    tensor_parallel_size: devices that share each layer. mesh: in its place, a mesh with axes data, pipe, expert, tensor.
+    max_model_len: longest sequence, prompt and output; the model's own limit by default.
+    max_num_seqs, max_num_batched_tokens: sequences that run at once, and tokens that one step takes.
+    page_size, num_pages: of the KV cache, in tokens and per cache group; num_pages None fills the memory that is left.
+    memory_fraction: share of the device's memory that weights, cache and temporaries may take.
+    skip_tokenizer_init: token ids in, token ids out.
+    seed: for random weights, and for requests without a seed of their own.
+    warm_up: compile every batch shape now, so that nothing compiles later; otherwise each at its first use.
+    progress: show progress bars.
+
+    Raises FileNotFoundError for a model that is not there, and ValueError for settings that do not fit it.
+    """
+
+    def __init__(
+        self,
+        model: str | ModelConfig,
+        *,
+        dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        page_size: int = 64,
+        num_pages: int | None = None,
+        memory_fraction: float = 0.9,
+        skip_tokenizer_init: bool = False,
+        seed: int = 0,
+        warm_up: bool = True,
+        progress: bool = True,
+        steps_in_flight: int = 2,
+        mesh: Mesh | None = None,
+    ):
+        cache = CacheConfig(page_size=page_size, num_pages=num_pages, memory_fraction=memory_fraction)
+        memory.reserve(memory_fraction)
+        source = model if isinstance(model, ModelConfig) else convert.open_checkpoint(convert.resolve(model))
+        self.config: ModelConfig = source if isinstance(source, ModelConfig) else source.config
+        self.mesh = _mesh(tensor_parallel_size, mesh)
+        self.engine_config = EngineConfig(
+            max_model_len=_model_len(max_model_len, self.config),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            steps_in_flight=steps_in_flight,
+            seed=seed,
+            cache=cache,
+            parallel=ParallelConfig(**{axis: self.mesh.shape[axis] for axis in AXES}),
+        )
+        has_tokenizer = not (skip_tokenizer_init or isinstance(source, ModelConfig))
+        self.tokenizer = Tokenizer.load(source.path) if has_tokenizer else None
+        loaded = startup.load_model(source, self.mesh, dtype, seed, progress)
+        self.weight_bytes = weights.size_in_bytes(loaded.weights)
+        self.dtype = loaded.dtype
+        self.engine = startup.build_engine(loaded, self.mesh, self.engine_config, self.tokenizer, warm_up, progress)
+        self._progress = progress
+        self._seeds = random.Random(seed)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; one RequestOutput each, in order. params: for all, or one per prompt.
+
+        Raises ValueError, before any compute, for a prompt or parameters that cannot be served.
+        """
+        single = isinstance(prompts, (str, dict))
+        entries: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
+        return self._run([(text, ids) for text, ids in map(self._encode, entries)], params)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, through the model's chat template."""
+        single = bool(messages) and isinstance(messages[0], dict)
+        conversations = [messages] if single else messages
+        prompts = [(None, self._need_tokenizer().encode_chat(c, **template_kwargs)) for c in conversations]
+        return self._run(prompts, params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """Complete one prompt piece by piece. A stream that is closed or dropped frees what it held."""
+        return self._stream(*self._encode(prompt), params or SamplingParams())
+
+    def stream_chat(
+        self, messages: Messages, params: SamplingParams | None = None, **template_kwargs: Any
+    ) -> Iterator[TextDelta]:
+        """Answer one conversation piece by piece."""
+        ids = self._need_tokenizer().encode_chat(messages, **template_kwargs)
+        return self._stream(None, ids, params or SamplingParams())
+
+    def _run(
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[RequestOutput]:
+        each = _one_each(params, len(prompts))
+        groups = [self._requests(ids, p) for (_, ids), p in zip(prompts, each, strict=True)]
+        requests = [request for group in groups for request in group]
+        for request in requests:
+            self.engine.check(request)
+        outputs = {request: self.engine.add(request) for request in requests}
+        try:
+            with tqdm(total=len(requests), desc="Generating", unit="seq", disable=not self._progress) as bar:
+                while any(not request.finished for request in requests):
+                    self.engine.step()
+                    bar.update(sum(request.finished for request in requests) - bar.n)
+        finally:
+            for request in requests:
+                self.engine.abort(request)
+        return [
+            _request_output(text, [outputs[request] for request in group])
+            for (text, _), group in zip(prompts, groups, strict=True)
+        ]
+
+    def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[TextDelta]:
+        requests = self._requests(ids, params)
+        for request in requests:
+            self.engine.check(request)
+        return self._deltas(requests)
+
+    def _deltas(self, requests: list[Request]) -> Iterator[TextDelta]:
+        outputs = [self.engine.add(request) for request in requests]
+        try:
+            while outputs:
+                self.engine.step()
+                for output in outputs:
+                    delta = output.take_delta()
+                    if delta.token_ids or delta.text or delta.finish_reason:
+                        yield delta
+                outputs = [output for output in outputs if not output.request.finished]
+        finally:
+            for request in requests:
+                self.engine.abort(request)
+
+    def _requests(self, ids: list[int], params: SamplingParams) -> list[Request]:
+        """The `n` requests of one prompt; the first one alone scores the prompt."""
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        limit = self.engine_config.max_model_len
+        most = limit if params.max_tokens is None else min(len(ids) + params.max_tokens, limit)
+        seed = self._seeds.getrandbits(32) if params.seed is None else params.seed
+        return [
+            Request(
+                request_id=str(number),
+                prompt_token_ids=ids,
+                params=params if index == 0 else dataclasses.replace(params, prompt_logprobs=None),
+                max_total_tokens=most,
+                seed=seed,
+                index=index,
+                end_token_ids=frozenset() if params.ignore_eos else frozenset(self.config.eos_token_ids),
+            )
+            for index in range(params.n)
+        ]
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, if it came as text, and its token ids."""
+        if isinstance(prompt, dict):
+            if "prompt_token_ids" in prompt:
+                return None, [int(token_id) for token_id in prompt["prompt_token_ids"]]
+            prompt = prompt.get("prompt", prompt)
+        if not isinstance(prompt, str):
+            raise ValueError(f'a prompt is text, {{"prompt": …}} or {{"prompt_token_ids": […]}}; got {prompt!r}')
+        return prompt, self._need_tokenizer().encode(prompt)
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(
+                'this LLM has no tokenizer (skip_tokenizer_init, or random weights); pass {"prompt_token_ids": […]}'
+            )
+        return self.tokenizer
+
+
+def _mesh(tensor_parallel_size: int, mesh: Mesh | None) -> Mesh:
+    if mesh is None:
+        return build_mesh(tensor=tensor_parallel_size)
+    if set(mesh.axis_names) != set(AXES):
+        raise ValueError(f"the mesh has axes {mesh.axis_names}; it must have {AXES}, size 1 where unused")
+    if tensor_parallel_size not in (1, mesh.shape["tensor"]):
+        raise ValueError(
+            f"tensor_parallel_size {tensor_parallel_size} contradicts the mesh, whose tensor axis is "
+            f"{mesh.shape['tensor']}; pass one of the two"
+        )
+    return mesh
+
+
+def _model_len(max_model_len: int | None, config: ModelConfig) -> int:
+    if max_model_len is not None and max_model_len > config.max_position:
+        raise ValueError(
+            f"max_model_len is {max_model_len}, and the model was made for {config.max_position} tokens at most"
+        )
+    return config.max_position if max_model_len is None else max_model_len
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling params for {count} prompts; pass one for all, or one per prompt")
+    return list(params)
+
+
+def _request_output(text: str | None, outputs: list[OutputBuilder]) -> RequestOutput:
+    first = outputs[0].request
+    return RequestOutput(
+        request_id=first.request_id,
+        prompt=text,
+        prompt_token_ids=first.prompt_token_ids,
+        outputs=[output.completion() for output in outputs],
+        finished=all(output.request.finished for output in outputs),
+        metrics=outputs[0].metrics(),
+        prompt_logprobs=outputs[0].prompt_logprobs(),
+    )

@@ -1,0 +1,34 @@
+"""How much memory the devices have for the cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+CPU_SHARE = 0.25
+"""On CPU the cache shares memory with everything else: it takes at most this share of what is free."""
+
+
+def reserve(memory_fraction: float) -> None:
+    """Have a GPU backend that has not started yet set aside just this share of the device. A user's setting wins."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(memory_fraction))
+
+
+def free_bytes(mesh: Mesh, temporaries: int) -> int:
+    """Bytes each device of the mesh has left for the cache, besides the temporaries of a step."""
+    devices = list(mesh.devices.flat)
+    if devices[0].platform == "cpu":
+        return int(_free_host_bytes() * CPU_SHARE / len(devices)) - temporaries
+    stats = [device.memory_stats() for device in mesh.local_devices]
+    return min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats) - temporaries
+
+
+def _free_host_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,97 @@
+"""From a model's name to an engine that is ready: weights on the mesh, the cache's size, compiled steps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+import convert
+from jaxinfer import memory, weights
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.engine import cache
+from jaxinfer.engine.batch import BatchBuilder
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.step import State, StepRunner, loops_over_pages
+from jaxinfer.parameters import Tree, for_tensor_parallel
+from jaxinfer.tokenizer import Tokenizer
+from meshes import sharding
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model's weights in the shapes its mesh runs."""
+
+    config: ModelConfig
+    """As laid out for the mesh."""
+    weights: Tree
+    dtype: jnp.dtype
+
+
+def load_model(source: Any, mesh: Mesh, dtype: str, seed: int, progress: bool) -> LoadedModel:
+    """source: an open checkpoint, or a ModelConfig for random weights."""
+    config = source if isinstance(source, ModelConfig) else source.config
+    physical = for_tensor_parallel(config, mesh.shape["tensor"])
+    resolved = weights.resolve_dtype(dtype, mesh.devices.flat[0].platform)
+    if isinstance(source, ModelConfig):
+        return LoadedModel(physical, weights.random_weights(physical, resolved, mesh, seed), resolved)
+    abstract = weights.abstract_weights(physical, resolved, mesh)
+    return LoadedModel(physical, convert.load(source, abstract, physical, progress=progress), resolved)
+
+
+def build_engine(
+    model: LoadedModel, mesh: Mesh, config: EngineConfig, tokenizer: Tokenizer | None, warm_up: bool, progress: bool
+) -> Engine:
+    """Size and allocate the cache, and compile every step shape if `warm_up`; otherwise each at its first use."""
+    builder = BatchBuilder(
+        config,
+        groups=len(model.config.cache_groups),
+        bucket_width=not loops_over_pages(mesh.devices.flat[0].platform),
+    )
+    runner = StepRunner(model.config, model.weights, mesh, config.cache.page_size)
+    num_pages = _plan_pages(model, mesh, config, runner, builder)
+    state = _abstract_state(model, mesh, config, num_pages)
+    runner.state = State(
+        cache.allocate(state.cache), jax.device_put(jnp.zeros(config.max_num_seqs, jnp.int32), sharding(mesh))
+    )
+    log.info("cache: %s pages of %d tokens", num_pages, config.cache.page_size)
+    if warm_up:
+        runner.compile(builder.shapes(), progress)
+    return Engine(model.config, config, runner, builder, num_pages, tokenizer)
+
+
+def _plan_pages(
+    model: LoadedModel, mesh: Mesh, config: EngineConfig, runner: StepRunner, builder: BatchBuilder
+) -> tuple[int, ...]:
+    """The memory left after weights and a step's temporaries, both measured, in pages."""
+    itemsize, shards = model.dtype.itemsize, mesh.shape["tensor"]
+    if config.cache.num_pages is not None or mesh.devices.flat[0].platform == "cpu":
+        free = memory.free_bytes(mesh, temporaries=0)
+        return cache.plan_pages(model.config, config, itemsize, free, shards)
+    small = _abstract_state(model, mesh, config, cache.pages_per_sequence(model.config, config))
+    largest = [max(shapes, key=lambda shape: shape.tokens) for shapes in _by_kind(builder)]
+    programs = [runner.lower(shape, small).compile() for shape in largest]
+    temporaries = max(program.memory_analysis().temp_size_in_bytes for program in programs)
+    free = memory.free_bytes(mesh, temporaries)
+    return cache.plan_pages(model.config, config, itemsize, free, shards)
+
+
+def _by_kind(builder: BatchBuilder) -> list[list[Any]]:
+    shapes = builder.shapes()
+    return [
+        [shape for shape in shapes if shape.decode],
+        [shape for shape in shapes if shape.scored],
+        [shape for shape in shapes if not shape.decode and not shape.scored],
+    ]
+
+
+def _abstract_state(model: LoadedModel, mesh: Mesh, config: EngineConfig, num_pages: tuple[int, ...]) -> State:
+    last_ids = jax.ShapeDtypeStruct((config.max_num_seqs,), jnp.int32, sharding=sharding(mesh))
+    pages = cache.abstract_cache(model.config, num_pages, config.cache.page_size, model.dtype, mesh)
+    return State(pages, last_ids)
