@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 import jaxinfer
 import jaxinfer.compilation
 import jaxinfer.llm
-from jaxinfer.cli import env as env_module
 from jaxinfer.cli import main
+from jaxinfer.cli.env import devices
 from jaxinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TextDelta
 from jaxinfer.presets import PRESETS
 from jaxinfer.sampling_params import SamplingParams
@@ -263,7 +263,7 @@ def test_info_describes_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cache per token 262.1 kB float32, 131.1 kB bfloat16, 131.1 kB float16" in text
     assert "tensor parallel 1, 2, 4, 8, 16, 32 devices fit" in text
     # (0.9 · 24e9 − 2 · 8_030_261_248) / 131_072 tokens on one device of 24 GB
-    assert text.splitlines()[-4].split() == ["1", "42,262", "426,789", "845,639"]
+    assert text.splitlines()[-4].split() == ["1", "42,262", "426,784", "845,638"]
     report = json.loads(run("info", "model", "--json").stdout)
     assert report["config"] == json.loads(json.dumps(PRESETS["llama-3-8b"].to_dict()))
     assert {fit["tensor_parallel_size"] for fit in report["fits"]} == {1, 2, 4, 8}
@@ -271,5 +271,5 @@ def test_info_describes_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_devices_are_asked_without_taking_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
-    env_module.devices()
+    devices()
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
