@@ -2,7 +2,7 @@
 
     resolve(model)                         a local path, or a Hub id downloaded             hub.py
     open_checkpoint(path) → Checkpoint     configs and headers only, no weights, no jax     checkpoint.py
-    load(checkpoint, abstract, physical)   the weights, tensor by tensor, sharded           load.py
+    load(checkpoint, abstract, physical)   the weights, tensor by tensor, sharded           loading.py
     save_native(checkpoint, path)          the native format: any mesh restores it          native.py
 
 `families/` holds what differs between model families: a config function and a table of tensor names each.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from convert.checkpoint import Checkpoint, open_checkpoint
     from convert.hub import resolve
-    from convert.load import load
+    from convert.loading import load
     from convert.native import save_native
 
 __all__ = ["Checkpoint", "load", "open_checkpoint", "resolve", "save_native"]
@@ -25,7 +25,7 @@ _MODULES = {
     "Checkpoint": "convert.checkpoint",
     "open_checkpoint": "convert.checkpoint",
     "resolve": "convert.hub",
-    "load": "convert.load",
+    "load": "convert.loading",
     "save_native": "convert.native",
 }
 
@@ -34,6 +34,4 @@ def __getattr__(name: str) -> Any:
     """Import an exported name when it is first used: `load` and `save_native` bring jax, the others must not."""
     if name not in _MODULES:
         raise AttributeError(f"module 'convert' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
-    globals()[name] = value  # importing convert.load has set `load` to the module
-    return value
+    return getattr(importlib.import_module(_MODULES[name]), name)

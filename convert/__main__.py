@@ -30,14 +30,13 @@ def main(source: str, destination: Path, dtype: str | None, force: bool) -> None
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        path = resolve(source)
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(resolve(source))
         # Imported late: --help answers without jax and transformers, and so do mistakes in SRC.
         from convert.native import save_native
         from convert.tokenizer import load_tokenizer
 
         try:
-            tokenizer = load_tokenizer(path)
+            tokenizer = load_tokenizer(checkpoint.path)
         except FileNotFoundError as error:
             logger.warning("no tokenizer is saved, so only token ids will work: %s", error)
             tokenizer = None

@@ -150,12 +150,9 @@ def _equal(reader: Reader, first: str, second: str) -> bool:
     infos = reader.tensors[first], reader.tensors[second]
     if infos[0] != infos[1]:
         return False
-    rows = _rows_per_block(infos[0])
-    starts = range(0, infos[0].shape[0], rows)
-    return all(
-        np.array_equal(reader.read(first, start, start + rows), reader.read(second, start, start + rows))
-        for start in starts
-    )
+    step, end = _rows_per_block(infos[0]), infos[0].shape[0]
+    ranges = [(start, min(start + step, end)) for start in range(0, end, step)]
+    return all(np.array_equal(reader.read(first, *rows), reader.read(second, *rows)) for rows in ranges)
 
 
 def _blocks(reader: Reader, name: str, slot: Slot) -> Iterator[tuple[int, np.ndarray]]:

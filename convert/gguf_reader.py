@@ -58,7 +58,7 @@ class GgufReader:
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop): float32 if quantized, else in the stored dtype."""
-        info, stop = self.tensors[name], min(stop, self.tensors[name].shape[0])
+        info = self.tensors[name]
         row_bytes = info.nbytes // info.shape[0]
         offset = self._header.tensors[name].offset + start * row_bytes
         # Read, not mapped: mapped pages count as memory.

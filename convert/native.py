@@ -23,12 +23,13 @@ from tqdm import tqdm
 
 from convert.checkpoint import NUMPY_DTYPES, Checkpoint
 from convert.manifest import FILE_NAME, Manifest
+from convert.tokenizer import NATIVE_FOLDER
 from jaxinfer.config import ModelConfig
 from jaxinfer.parameters import declare, flatten, to_physical
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS, TOKENIZER = "weights", "tokenizer"
+WEIGHTS = "weights"
 _CHUNK_BYTES = 32 << 20  # stored in pieces, so that a shard reads little more than its own
 _BATCH_BYTES = 256 << 20  # restored together: Orbax holds host copies of what one call reads
 
@@ -54,12 +55,13 @@ def save_native(
     if checkpoint.format == "native":
         raise ValueError(f"{checkpoint.path} is a native checkpoint already; copy the folder")
     _check_destination(path, force)
-    weights: dict[str, np.ndarray] = {}
+    weights: dict[str, jax.Array] = {}
+    host = jax.local_devices(backend="cpu")[0]  # Orbax would copy a numpy array
     leaves = dict(flatten(declare(checkpoint.config)))
     total = sum(int(np.prod(leaf.shape)) for leaf in leaves.values()) * NUMPY_DTYPES[dtype].itemsize
     with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=None if progress else True) as bar:
         for name in leaves:
-            weights[name] = checkpoint.read(name, NUMPY_DTYPES[dtype])
+            weights[name] = jax.device_put(checkpoint.read(name, NUMPY_DTYPES[dtype]), host, may_alias=True)
             bar.update(weights[name].nbytes)
     path.parent.mkdir(parents=True, exist_ok=True)
     building = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -69,7 +71,7 @@ def save_native(
             save_args = dict.fromkeys(weights, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
             checkpointer.save(building.absolute() / WEIGHTS, args=ocp.args.PyTreeSave(weights, save_args=save_args))
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(building / TOKENIZER))
+            tokenizer.save_pretrained(str(building / NATIVE_FOLDER))
         Manifest(checkpoint.config, dtype).write(building)
         if path.exists():
             shutil.rmtree(path)
