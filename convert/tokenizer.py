@@ -35,7 +35,6 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     Raises:
         FileNotFoundError: `path` does not exist or holds no tokenizer.
         ValueError: The tokenizer's files cannot be read, or its kind is not supported.
-        ImportError: A GGUF file, and the `gguf` package is not installed.
     """
     if path.is_file():
         if path.suffix != ".gguf":
@@ -46,7 +45,10 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             return load_gguf_tokenizer(path)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint at {path}; give a checkpoint's folder or a .gguf file")
+    ggufs = sorted(path.glob("*.gguf"))
     folder = next((f for f in (path / NATIVE_FOLDER, path) if any((f / n).is_file() for n in TOKENIZER_FILES)), None)
+    if folder is None and len(ggufs) == 1:
+        return load_tokenizer(ggufs[0])
     if folder is None:
         raise FileNotFoundError(
             f"{path} holds no tokenizer (looked there and in its folder '{NATIVE_FOLDER}' for "
@@ -63,7 +65,7 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ImportError, OSError, ValueError) as error:
+    except Exception as error:  # what `tokenizers` raises is of no narrower type
         raise ValueError(
             f"cannot read the tokenizer in {folder}: {error}\nA tokenizer.json is the form that always works; "
             "a tokenizer.model alone needs `pip install sentencepiece`"

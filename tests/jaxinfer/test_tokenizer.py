@@ -109,7 +109,8 @@ def test_malformed_messages(tokenizer, messages, message):
 
 
 def test_decode_keeps_spaces_and_skips_special_tokens_when_asked():
-    tokenizer = Tokenizer(make_raw(clean_up_tokenization_spaces=True))
+    names = ("clean_up_tokenization_spaces", "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
+    tokenizer = Tokenizer(make_raw(**dict.fromkeys(names, True)))
     ids = [*tokenizer.encode("a , b ."), 1, tokenizer.raw.convert_tokens_to_ids("<tool>")]
     assert tokenizer.decode(ids) == "a , b .<tool>"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>a , b .</s><tool>"
