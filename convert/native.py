@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
 _CHUNK_BYTES = 32 << 20  # stored in pieces, so that a shard reads little more than its own
-_BATCH_BYTES = 256 << 20  # restored together: Orbax holds host copies of what one call reads
+_BATCH_BYTES = 64 << 20  # restored together: Orbax holds host copies of what one call reads
 
 
 def save_native(

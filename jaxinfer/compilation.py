@@ -31,6 +31,11 @@ def enable_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def temporary_bytes(compiled: Any) -> int:
+    """Bytes a compiled program needs on one device besides its arguments and results."""
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def compile_all(lower: Sequence[Callable[[], jax.stages.Lowered]], progress: bool) -> list[Any]:
     """Trace and compile each; results in the same order. Tracing holds the interpreter lock, compiling does not."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 import convert
-from jaxinfer import memory, startup, weights
+from jaxinfer import compilation, memory, startup, weights
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from jaxinfer.engine.output import OutputBuilder
 from jaxinfer.engine.request import Request
@@ -31,8 +31,8 @@ class LLM:
 
     model: a local checkpoint (Hugging Face folder, GGUF file, native folder), a Hub id, or a ModelConfig for random
         weights.
-    dtype: of weights, activations and cache: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16", "float16".
-    tensor_parallel_size: devices that share each layer. mesh: in its place, a mesh with axes data, pipe, expert, tensor.
+    dtype: of weights, activations and cache: float32, bfloat16, float16, or auto: float32 on CPU, else bfloat16.
+    tensor_parallel_size: devices that share each layer. mesh: in its place, one with axes data, pipe, expert, tensor.
     max_model_len: longest sequence, prompt and output; the model's own limit by default.
     max_num_seqs, max_num_batched_tokens: sequences that run at once, and tokens that one step takes.
     page_size, num_pages: of the KV cache, in tokens and per cache group; num_pages None fills the memory that is left.
@@ -66,6 +66,7 @@ class LLM:
     ):
         cache = CacheConfig(page_size=page_size, num_pages=num_pages, memory_fraction=memory_fraction)
         memory.reserve(memory_fraction)
+        compilation.enable_cache()
         source = model if isinstance(model, ModelConfig) else convert.open_checkpoint(convert.resolve(model))
         self.config: ModelConfig = source if isinstance(source, ModelConfig) else source.config
         self.mesh = _mesh(tensor_parallel_size, mesh)
@@ -78,8 +79,9 @@ class LLM:
             cache=cache,
             parallel=ParallelConfig(**{axis: self.mesh.shape[axis] for axis in AXES}),
         )
-        has_tokenizer = not (skip_tokenizer_init or isinstance(source, ModelConfig))
-        self.tokenizer = Tokenizer.load(source.path) if has_tokenizer else None
+        self.tokenizer: Tokenizer | None = None
+        if not (skip_tokenizer_init or isinstance(source, ModelConfig)):
+            self.tokenizer = Tokenizer.load(source.path)
         loaded = startup.load_model(source, self.mesh, dtype, seed, progress)
         self.weight_bytes = weights.size_in_bytes(loaded.weights)
         self.dtype = loaded.dtype
@@ -109,9 +111,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template."""
         single = bool(messages) and isinstance(messages[0], dict)
-        conversations = [messages] if single else messages
-        prompts = [(None, self._need_tokenizer().encode_chat(c, **template_kwargs)) for c in conversations]
-        return self._run(prompts, params)
+        conversations: list[Messages] = [messages] if single else list(messages)  # type: ignore[list-item, arg-type]
+        tokenizer = self._need_tokenizer()
+        return self._run([(None, tokenizer.encode_chat(c, **template_kwargs)) for c in conversations], params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """Complete one prompt piece by piece. A stream that is closed or dropped frees what it held."""
@@ -126,7 +128,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[tuple[str | None, list[int]]],
+        prompts: Sequence[tuple[str | None, list[int]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
         each = _one_each(params, len(prompts))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
 """Alternatives per position that `logprobs` and `prompt_logprobs` can list; −1 gives the whole vocabulary instead."""
+MAX_CHOICES = 1024
+"""Outputs per prompt."""
 MAX_SUPPRESSED = 32
 """Ids that `min_tokens` can hold back at once: the model's end ids and `stop_token_ids` together."""
 
@@ -47,7 +49,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check = self._check
-        check("n", self.n >= 1, "at least 1")
+        check("n", 1 <= self.n <= MAX_CHOICES, f"between 1 and {MAX_CHOICES}")
         check("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive finite number")
         check("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
         check("top_k", self.top_k >= -1, "at least 1, or 0 or -1 to keep all tokens")

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import convert
-from jaxinfer import memory, weights
+from jaxinfer import compilation, memory, weights
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine import cache
 from jaxinfer.engine.batch import BatchBuilder
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.step import State, StepRunner, loops_over_pages
+from jaxinfer.engine.step import AbstractState, State, StepRunner, loops_over_pages
 from jaxinfer.parameters import Tree, for_tensor_parallel
 from jaxinfer.tokenizer import Tokenizer
 from meshes import sharding
@@ -34,7 +34,9 @@ class LoadedModel:
     dtype: jnp.dtype
 
 
-def load_model(source: Any, mesh: Mesh, dtype: str, seed: int, progress: bool) -> LoadedModel:
+def load_model(
+    source: convert.Checkpoint | ModelConfig, mesh: Mesh, dtype: str, seed: int, progress: bool
+) -> LoadedModel:
     """source: an open checkpoint, or a ModelConfig for random weights."""
     config = source if isinstance(source, ModelConfig) else source.config
     physical = for_tensor_parallel(config, mesh.shape["tensor"])
@@ -77,7 +79,7 @@ def _plan_pages(
     small = _abstract_state(model, mesh, config, cache.pages_per_sequence(model.config, config))
     largest = [max(shapes, key=lambda shape: shape.tokens) for shapes in _by_kind(builder)]
     programs = [runner.lower(shape, small).compile() for shape in largest]
-    temporaries = max(program.memory_analysis().temp_size_in_bytes for program in programs)
+    temporaries = max(compilation.temporary_bytes(program) for program in programs)
     free = memory.free_bytes(mesh, temporaries)
     return cache.plan_pages(model.config, config, itemsize, free, shards)
 
@@ -91,7 +93,7 @@ def _by_kind(builder: BatchBuilder) -> list[list[Any]]:
     ]
 
 
-def _abstract_state(model: LoadedModel, mesh: Mesh, config: EngineConfig, num_pages: tuple[int, ...]) -> State:
+def _abstract_state(model: LoadedModel, mesh: Mesh, config: EngineConfig, num_pages: tuple[int, ...]) -> AbstractState:
     last_ids = jax.ShapeDtypeStruct((config.max_num_seqs,), jnp.int32, sharding=sharding(mesh))
     pages = cache.abstract_cache(model.config, num_pages, config.cache.page_size, model.dtype, mesh)
-    return State(pages, last_ids)
+    return State(pages, last_ids)  # type: ignore[arg-type]

@@ -164,13 +164,17 @@ def weights(name: str) -> dict[str, np.ndarray]:
 
 def write_checkpoint(name: str, folder: Path, *, shards: int = 1, dtype: str = "float32") -> Path:
     """Write case `name` into `folder` as transformers would, in `shards` safetensors files; returns the folder."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**CASES[name], "torch_dtype": dtype}, indent=2))
+    write_config({**CASES[name], "torch_dtype": dtype}, folder)
     target = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     tensors = {key: value.astype(target) for key, value in weights(name).items()}
     write_safetensors(tensors, folder, shards=shards)
     return folder
+
+
+def write_config(config: dict[str, Any], folder: Path) -> None:
+    """Write `config.json`, making the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def write_safetensors(tensors: dict[str, np.ndarray], folder: Path, *, shards: int = 1) -> None:

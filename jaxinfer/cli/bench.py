@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +152,8 @@ def _load(source: str, seed: int, warm_up: bool, memory: Mapping[str, Any]) -> L
 
     enable_cache()
     model = PRESETS.get(source, source)
-    return LLM(model, seed=seed, skip_tokenizer_init=True, warm_up=warm_up, **memory)
+    progress = sys.stderr.isatty()
+    return LLM(model, seed=seed, skip_tokenizer_init=True, warm_up=warm_up, progress=progress, **memory)
 
 
 def _print(result: Any, rows: Mapping[str, str], as_json: bool) -> None:

@@ -92,7 +92,7 @@ def generate(
     from jaxinfer.llm import LLM
 
     enable_cache()
-    llm = LLM(model, warm_up=False, progress=True, **memory)
+    llm = LLM(model, warm_up=False, progress=sys.stderr.isatty(), **memory)
     if stream:
         for text in _stream(llm, every[0], params, chat, system):
             click.echo(text, nl=False)

@@ -1,8 +1,9 @@
 """A step's sequences as arrays: numpy on the host, padded to one of a few shapes, one int32 vector on its way over.
 
 Buckets. A decode batch (one token per sequence) has a power of two of sequences, up to max_num_seqs. A ragged batch
-(at least one sequence brings several tokens) has a power of two of tokens, from 16 to max_num_batched_tokens, and room
-for as many sequences as could share them. A scored batch is a ragged one that also returns every row's logits.
+(at least one sequence brings several tokens) has 16, 64, 256 tokens or a larger power of two, up to
+max_num_batched_tokens, and room for as many sequences as could share them. A scored batch is a ragged one that also
+returns every row's logits.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from jaxinfer.engine.sampler import SamplingInputs
 from jaxinfer.engine.scheduler import RELEASED, Scheduled
 from jaxinfer.sampling_params import MAX_SUPPRESSED
 
-MIN_TOKENS = 16
-"""Smallest ragged bucket."""
+TOKEN_BUCKETS = (16, 64, 256)
+"""Tokens of the smallest ragged batches; above, powers of two."""
 MIN_WIDTH = 8
 """Narrowest block table, in pages, where tables are bucketed."""
 UNREAD = -1
@@ -134,8 +135,8 @@ class BatchBuilder:
     def shapes(self) -> list[BatchShape]:
         """Every shape `build` can ask for, the largest ragged one first."""
         sequences = _powers(1, self._engine.max_num_seqs)
-        tokens = _powers(MIN_TOKENS, self._engine.max_num_batched_tokens)
-        scored = _powers(MIN_TOKENS, self.max_scored_tokens)
+        tokens = _token_buckets(self._engine.max_num_batched_tokens)
+        scored = _token_buckets(self.max_scored_tokens)
         widths = _powers(MIN_WIDTH, self._width) if self._bucket_width else [self._width]
         shapes = [self._ragged(count, scored=False) for count in reversed(tokens)]
         shapes += [self._ragged(count, scored=True) for count in scored]
@@ -148,10 +149,10 @@ class BatchBuilder:
         tokens = sum(part.count for part in scheduled)
         if scored or tokens > len(scheduled):
             limit = self.max_scored_tokens if scored else self._engine.max_num_batched_tokens
-            return self._ragged(_bucket(tokens, MIN_TOKENS, limit), scored)
+            return self._ragged(_smallest(_token_buckets(limit), tokens), scored)
         pages = max(-(-(part.start + part.count) // self._engine.cache.page_size) for part in scheduled)
-        width = _bucket(pages, MIN_WIDTH, self._width) if self._bucket_width else self._width
-        return self._decode(_bucket(len(scheduled), 1, self._engine.max_num_seqs), width)
+        width = _smallest(_powers(MIN_WIDTH, self._width), pages) if self._bucket_width else self._width
+        return self._decode(_smallest(_powers(1, self._engine.max_num_seqs), len(scheduled)), width)
 
     def build(self, scheduled: Sequence[Scheduled]) -> Batch:
         """The arrays of a step. Padding tokens and sequences come last; they write nothing and sample nothing."""
@@ -221,6 +222,11 @@ def _powers(smallest: int, largest: int) -> list[int]:
     return [*sizes, largest]
 
 
-def _bucket(count: int, smallest: int, largest: int) -> int:
-    """The smallest of `_powers` that holds `count`."""
-    return min(size for size in _powers(smallest, largest) if size >= count)
+def _token_buckets(largest: int) -> list[int]:
+    """Coarse where a step is short anyhow, powers of two where padding would cost time."""
+    return sorted({min(size, largest) for size in (*TOKEN_BUCKETS, *_powers(TOKEN_BUCKETS[-1], largest))})
+
+
+def _smallest(sizes: Sequence[int], count: int) -> int:
+    """The smallest size that holds `count`."""
+    return min(size for size in sizes if size >= count)

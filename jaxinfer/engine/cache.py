@@ -13,9 +13,9 @@ from meshes import sharding
 
 def abstract_cache(
     config: ModelConfig, num_pages: tuple[int, ...], page_size: int, dtype: jnp.dtype, mesh: Mesh
-) -> list[CacheLayer]:
+) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """Shapes and shardings of every layer's pages. config: as laid out for the mesh; num_pages: per cache group."""
-    layers: list[CacheLayer] = [{} for _ in range(config.num_layers)]
+    layers: list[dict[str, jax.ShapeDtypeStruct]] = [{} for _ in range(config.num_layers)]
     for group, pages in zip(config.cache_groups, num_pages, strict=True):
         shape = (pages, config.num_kv_heads, page_size, config.head_dim)
         leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, CACHE_AXES))
@@ -24,7 +24,7 @@ def abstract_cache(
     return layers
 
 
-def allocate(abstract: list[CacheLayer]) -> list[CacheLayer]:
+def allocate(abstract: list[dict[str, jax.ShapeDtypeStruct]]) -> list[CacheLayer]:
     """Zeroed pages, made on their devices."""
     zeros = jax.jit(
         lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),

@@ -30,11 +30,11 @@ class OutputBuilder:
         self._finished_time: float | None = None
 
     def add_prompt_rows(self, start: int, count: int, rows: RowLogprobs, full: NDArray[np.float32] | None) -> None:
-        """Log-probabilities of prompt rows from `start`: alternatives, or whole rows. Rows it already has are skipped."""
+        """Log-probabilities of prompt rows from `start`, alternatives or whole rows; those it has are skipped."""
         request, wanted = self.request, self.request.params.prompt_logprobs
         for i in range(max(0, request.num_prompt_scored - start), count):
             if full is not None:
-                self._prompt_logprobs.append(full[i])
+                self._prompt_logprobs.append(full[i].copy())
             else:
                 target = request.prompt_token_ids[start + i + 1]
                 self._prompt_logprobs.append(_pick(rows, i, target, wanted or 0, self._tokenizer))
@@ -46,7 +46,7 @@ class OutputBuilder:
         request.output_token_ids.append(token_id)
         self._first_token_time = self._first_token_time or time.monotonic()
         if params.logprobs == -1 and full is not None:
-            self._logprobs.append(full[row])
+            self._logprobs.append(full[row].copy())
         elif params.logprobs is not None and rows is not None:
             self._logprobs.append(_pick(rows, row, token_id, params.logprobs, self._tokenizer))
         if token_id in request.stopping_ids and len(request.output_token_ids) > params.min_tokens:
@@ -90,12 +90,12 @@ def _pick(rows: RowLogprobs, i: int, token_id: int, count: int, tokenizer: Token
     """The `count` most likely ids of row i, and its own."""
 
     def entry(other: int, logprob: float, rank: int) -> Logprob:
-        return Logprob(float(logprob), int(rank), tokenizer.token_text(other) if tokenizer else None)
+        return Logprob(logprob, rank, tokenizer.token_text(other) if tokenizer else None)
 
-    result = {token_id: entry(token_id, rows.chosen[i], rows.rank[i])}
+    result = {token_id: entry(token_id, float(rows.chosen[i]), int(rows.rank[i]))}
     for rank in range(count):
-        other, logprob = int(rows.top_ids[i, rank]), rows.top[i, rank]
-        if other not in result and not np.isneginf(logprob):
+        other, logprob = int(rows.top_ids[i, rank]), float(rows.top[i, rank])
+        if other not in result and logprob > -np.inf:
             result[other] = entry(other, logprob, rank + 1)
     return result
 

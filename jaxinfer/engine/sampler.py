@@ -13,6 +13,9 @@ import jax.numpy as jnp
 
 from jaxinfer.sampling_params import MAX_LOGPROBS
 
+POSITION_BITS = 22
+"""Positions below 4,194,304 and choices below 1,024 (`MAX_CHOICES`) share the second word of a random key."""
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -93,7 +96,9 @@ def sample(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
 
 
 def _key(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
+    """A Threefry key of its own for every (seed, choice, position): see POSITION_BITS."""
+    place = (choice.astype(jnp.uint32) << POSITION_BITS) | position.astype(jnp.uint32)
+    return jax.random.wrap_key_data(jnp.stack([seed, place]), impl="threefry2x32")
 
 
 def _filter(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:

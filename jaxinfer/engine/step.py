@@ -52,11 +52,15 @@ class State:
 jax.tree_util.register_dataclass(State, data_fields=["cache", "last_ids"], meta_fields=[])
 
 
+type AbstractState = Any
+"""A State of ShapeDtypeStructs."""
+
+
 class StepRunner:
     """Executables by batch shape, and the state they pass on. `run` dispatches and does not wait."""
 
     def __init__(self, config: ModelConfig, weights: Tree, mesh: Mesh, page_size: int):
-        """config: as laid out for the mesh; weights: a nested dict of arrays, or of ShapeDtypeStructs to compile only."""
+        """config: as laid out for the mesh; weights: a nested dict of arrays, or of shapes if only to compile."""
         self._weights = weights
         self._executables: dict[BatchShape, Any] = {}
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
@@ -68,7 +72,7 @@ class StepRunner:
         self._replicated = sharding(mesh)
         self.state: State | None = None
 
-    def lower(self, shape: BatchShape, state: State) -> jax.stages.Lowered:
+    def lower(self, shape: BatchShape, state: AbstractState) -> jax.stages.Lowered:
         """The step of one batch shape, traced for a state of these shapes and shardings."""
         packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32, sharding=self._replicated)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)

@@ -90,7 +90,7 @@ def test_options_reach_the_engine(made: list[EchoLLM]) -> None:
     )
     assert made[0].kwargs == {
         "warm_up": False,
-        "progress": True,
+        "progress": False,
         "dtype": "bfloat16",
         "tensor_parallel_size": 2,
         "max_model_len": 99,
