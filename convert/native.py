@@ -30,7 +30,7 @@ from jaxinfer.parameters import declare, flatten, to_physical
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
-_CHUNK_BYTES = 32 << 20  # stored in pieces, so that a shard reads little more than its own
+_CHUNK_BYTES = 64 << 20  # big arrays are cut, for shards to read; smaller pieces fragment the heap they pass through
 _BATCH_BYTES = 64 << 20  # restored together: Orbax holds host copies of what one call reads
 
 

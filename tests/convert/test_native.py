@@ -1,0 +1,151 @@
+"""Native checkpoints: bit-exact, restored on any mesh, written completely or not at all."""
+
+import json
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import convert
+from convert.__main__ import main
+from convert.manifest import FORMAT_VERSION
+from jaxinfer.parameters import declare, flatten
+from tests import tiny
+from tests.convert.meshed import assert_same, load_flat
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Two kv heads, an odd vocabulary, every bias."""
+    return convert.open_checkpoint(tiny.write_checkpoint("llama_biases", tmp_path / "hf"))
+
+
+def test_round_trip_on_meshes_of_every_size(source, tmp_path):
+    native = convert.open_checkpoint(convert.save_native(source, tmp_path / "native", progress=False))
+    assert (native.format, native.dtype, native.config) == ("native", "float32", source.config)
+    for tensor in (1, 2, 8):
+        assert_same(load_flat(native, tensor), load_flat(source, tensor))
+
+
+def test_untied_head_round_trips(tmp_path):
+    source = convert.open_checkpoint(tiny.write_checkpoint("qwen2_windows", tmp_path / "hf"))
+    native = convert.open_checkpoint(convert.save_native(source, tmp_path / "native", progress=False))
+    assert native.config == source.config
+    for tensor in (1, 4):
+        assert_same(load_flat(native, tensor), load_flat(source, tensor))
+
+
+def test_dtype_is_kept_or_chosen(tmp_path):
+    source = convert.open_checkpoint(tiny.write_checkpoint("qwen3", tmp_path / "hf", dtype="bfloat16"))
+    kept = convert.open_checkpoint(convert.save_native(source, tmp_path / "kept", progress=False))
+    chosen = convert.open_checkpoint(convert.save_native(source, tmp_path / "chosen", dtype="float32", progress=False))
+    assert (kept.dtype, chosen.dtype) == ("bfloat16", "float32")
+    assert_same(load_flat(kept, dtype=ml_dtypes.bfloat16), load_flat(source, dtype=ml_dtypes.bfloat16))
+    assert_same(load_flat(kept), load_flat(chosen))
+
+
+def test_small_batches_restore_the_same(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("convert.native._BATCH_BYTES", 1)
+    native = convert.open_checkpoint(convert.save_native(source, tmp_path / "native", progress=False))
+    assert_same(load_flat(native, 2), load_flat(source, 2))
+
+
+def test_it_lists_its_tensors(source, tmp_path):
+    native = convert.open_checkpoint(convert.save_native(source, tmp_path / "native", progress=False))
+    shapes = {path: info.shape for path, info in native.tensors.items()}
+    assert shapes == {path: parameter.shape for path, parameter in flatten(declare(source.config))}
+    with pytest.raises(ValueError, match="is a native checkpoint, whose arrays are read by"):
+        native.read("embed.weight", np.float32)
+    with pytest.raises(ValueError, match="is a native checkpoint already"):
+        convert.save_native(native, tmp_path / "again")
+
+
+def test_a_newer_format_is_refused(source, tmp_path):
+    folder = convert.save_native(source, tmp_path / "native", progress=False)
+    manifest = json.loads((folder / "jaxinfer.json").read_text())
+    (folder / "jaxinfer.json").write_text(json.dumps({**manifest, "format_version": FORMAT_VERSION + 1}))
+    with pytest.raises(ValueError, match=f"format version {FORMAT_VERSION + 1}.*reads up to {FORMAT_VERSION}; upgrade"):
+        convert.open_checkpoint(folder)
+
+
+def test_destination_is_refused_or_replaced(source, tmp_path):
+    target = tmp_path / "native"
+    convert.save_native(source, target, progress=False)
+    with pytest.raises(FileExistsError, match="exists; choose another place, or pass --force"):
+        convert.save_native(source, target, progress=False)
+    convert.save_native(source, target, dtype="bfloat16", force=True, progress=False)
+    assert convert.open_checkpoint(target).dtype == "bfloat16"
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="is not a native checkpoint, so it is not replaced"):
+        convert.save_native(source, precious, force=True, progress=False)
+    with pytest.raises(ValueError, match="dtype 'int4' is not supported; supported: float32"):
+        convert.save_native(source, tmp_path / "x", dtype="int4")
+
+
+def test_a_failure_leaves_nothing_behind(source, tmp_path):
+    class Broken:
+        def save_pretrained(self, folder):
+            raise OSError("disk full")
+
+    convert.save_native(source, tmp_path / "native", progress=False)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(OSError, match="disk full"):
+        convert.save_native(
+            source, tmp_path / "native", dtype="float16", tokenizer=Broken(), force=True, progress=False
+        )
+    assert sorted(tmp_path.iterdir()) == before
+    assert convert.open_checkpoint(tmp_path / "native").dtype == "float32"
+
+
+def write_tokenizer(folder):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {f"t{i}": i for i in range(251)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t2").save_pretrained(folder)
+
+
+def test_command_line(source, tmp_path):
+    write_tokenizer(source.path)
+    target = tmp_path / "made" / "native"
+    result = CliRunner().invoke(main, [str(source.path), str(target), "--dtype", "bfloat16"])
+    assert result.exit_code == 0, result.output
+    assert f"{target}: llama, 3 layers, bfloat16, " in result.output
+    assert "MB, with tokenizer" in result.output
+    assert convert.open_checkpoint(target).dtype == "bfloat16"
+    assert (target / "tokenizer" / "tokenizer.json").exists()
+    result = CliRunner().invoke(main, [str(source.path), str(target)])
+    assert result.exit_code == 1
+    assert "exists; choose another place, or pass --force" in result.output
+
+
+def test_command_line_without_a_tokenizer(source, tmp_path, caplog):
+    result = CliRunner().invoke(main, [str(source.path), str(tmp_path / "native")])
+    assert result.exit_code == 0, result.output
+    assert "without tokenizer" in result.output
+    assert "no tokenizer is saved" in caplog.text
+
+
+def test_command_line_says_what_is_wrong(tmp_path):
+    result = CliRunner().invoke(main, [str(tmp_path / "nowhere"), str(tmp_path / "native")])
+    assert result.exit_code == 1
+    assert "Error: no such model" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_opening_and_help_do_not_import_jax(source):
+    code = (
+        "import sys, convert, convert.__main__ as m\n"
+        f"convert.open_checkpoint(convert.resolve({str(source.path)!r}))\n"
+        "try: m.main(['--help'])\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "assert not {'jax', 'transformers', 'torch'} & set(sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "SRC is a folder with config.json" in result.stdout
