@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from jaxinfer.cli.interrupt import interruptible
+
 USER_ERRORS = (ValueError, OSError, ImportError)
 """Errors whose message says what to do: a bad argument, a missing file, an extra that is not installed."""
 INTERRUPTED = 130
@@ -29,7 +31,8 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with interruptible():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             click.echo("Interrupted", err=True)
             ctx.exit(INTERRUPTED)

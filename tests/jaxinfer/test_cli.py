@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import signal
+import time
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +21,7 @@ import jaxinfer.compilation
 import jaxinfer.llm
 from jaxinfer.cli import main
 from jaxinfer.cli.env import devices
+from jaxinfer.cli.interrupt import interruptible
 from jaxinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TextDelta
 from jaxinfer.presets import PRESETS
 from jaxinfer.sampling_params import SamplingParams
@@ -182,6 +186,24 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, made: list[EchoL
     monkeypatch.setattr(EchoLLM, "generate", interrupt)
     done = run("generate", "--model", "m", "--prompt", "x")
     assert (done.exit_code, done.stdout, done.stderr) == (130, "", "Interrupted\n")
+
+
+def test_ctrl_c_in_a_collector_callback_is_not_lost() -> None:
+    def press(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            signal.raise_signal(signal.SIGINT)
+
+    def collect() -> None:
+        gc.callbacks.append(press)
+        try:
+            gc.collect()
+        finally:
+            gc.callbacks.remove(press)
+        time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        collect()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_version() -> None:
