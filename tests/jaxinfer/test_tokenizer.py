@@ -111,6 +111,7 @@ def test_malformed_messages(tokenizer, messages, message):
 def test_decode_keeps_spaces_and_skips_special_tokens_when_asked():
     names = ("clean_up_tokenization_spaces", "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
     tokenizer = Tokenizer(make_raw(**dict.fromkeys(names, True)))
+    assert tokenizer.raw.decode(tokenizer.encode("a , b .")[1:]) == "a, b."
     ids = [*tokenizer.encode("a , b ."), 1, tokenizer.raw.convert_tokens_to_ids("<tool>")]
     assert tokenizer.decode(ids) == "a , b .<tool>"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>a , b .</s><tool>"
@@ -144,3 +145,10 @@ def test_a_detokenizer_takes_it(tokenizer):
 def test_load_reads_a_folder(tmp_path, tokenizer):
     tokenizer.raw.save_pretrained(tmp_path)
     assert Tokenizer.load(str(tmp_path)).encode_chat(HI) == tokenizer.encode_chat(HI)
+
+
+def test_a_tokenizer_written_in_python_is_refused():
+    from transformers import ByT5Tokenizer
+
+    with pytest.raises(ValueError, match=r"ByT5Tokenizer is a tokenizer written in Python, .* with a tokenizer\.json"):
+        Tokenizer(ByT5Tokenizer())
