@@ -1,0 +1,78 @@
+"""What the device scripts share: steps of a model with random weights on a mesh, without an engine around them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.engine import cache
+from jaxinfer.engine.batch import Batch, BatchBuilder
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.scheduler import Scheduled
+from jaxinfer.engine.step import State, StepRunner
+from jaxinfer.parameters import for_tensor_parallel
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.weights import random_weights
+from meshes import sharding
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds from one step to the next, the host running ahead, and how long the host took to dispatch one."""
+
+    step_ms: float
+    host_ms: float
+
+
+class StepBench:
+    """Random bfloat16 weights and an empty cache on a mesh, ready to time batches."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, max_batch: int, context: int, prefill_tokens: int = 2048):
+        """context: tokens in the cache of each decoding sequence."""
+        self.context = context
+        self.config = for_tensor_parallel(config, mesh.shape["tensor"])
+        self.weights = jax.block_until_ready(random_weights(self.config, jnp.dtype(jnp.bfloat16), mesh))
+        engine = EngineConfig(
+            max_model_len=config.max_position, max_num_seqs=max_batch, max_num_batched_tokens=prefill_tokens,
+            cache=CacheConfig(PAGE_SIZE),
+        )  # fmt: skip
+        self.builder = BatchBuilder(engine, groups=1, bucket_width=True)
+        self.runner = StepRunner(self.config, self.weights, mesh, PAGE_SIZE)
+        pages = max(max_batch * -(-context // PAGE_SIZE), prefill_tokens // PAGE_SIZE)
+        abstract = cache.abstract_cache(self.config, (pages,), PAGE_SIZE, jnp.dtype(jnp.bfloat16), mesh)
+        last_ids = jax.device_put(jnp.zeros(max_batch, jnp.int32), sharding(mesh))
+        self.runner.state = State(cache.allocate(abstract), last_ids)
+
+    def decode_batch(self, size: int) -> Batch:
+        """`size` sequences about to decode the last token of their context, their pages shuffled over the pool."""
+        pages = -(-self.context // PAGE_SIZE)
+        shuffled = np.random.default_rng(0).permutation(size * pages).reshape(size, pages)
+        parts = [_part(slot, shuffled[slot].tolist(), self.context - 1, 1) for slot in range(size)]
+        return self.builder.build(parts)
+
+    def prefill_batch(self, tokens: int) -> Batch:
+        """One prompt of `tokens` tokens, from an empty cache."""
+        return self.builder.build([_part(0, list(range(-(-tokens // PAGE_SIZE))), 0, tokens)])
+
+    def time(self, batch: Batch, steps: int) -> StepTime:
+        jax.block_until_ready([self.runner.run(batch) for _ in range(3)])
+        start = time.perf_counter()
+        outputs = [self.runner.run(batch) for _ in range(steps)]
+        host = time.perf_counter() - start
+        jax.block_until_ready(outputs)
+        return StepTime((time.perf_counter() - start) / steps * 1e3, host / steps * 1e3)
+
+
+def _part(slot: int, pages: list[int], start: int, count: int) -> Scheduled:
+    params = SamplingParams(temperature=0.0)
+    request = Request(str(slot), [1] * (start + count), params, max_total_tokens=2 * (start + count), seed=0, slot=slot)
+    request.pages = [pages]
+    return Scheduled(request, start, count, samples=True)
