@@ -1,0 +1,74 @@
+"""Caches with shuffled pages, NaN wherever no token was written: what reads a slot it should not, shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes that key an executable."""
+
+    head_dim: int
+    kv_heads: int
+    q_per_kv: int
+    page_size: int
+    width: int
+    """Pages of a block table."""
+    window: int | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Longest sequence in tokens."""
+        return self.width * self.page_size
+
+    @property
+    def scale(self) -> float:
+        """Not head_dim ** -0.5, so that a scale the code makes up itself shows."""
+        return 0.7 * self.head_dim**-0.5
+
+
+@dataclass(frozen=True)
+class Cache:
+    """k, v: [pages, kv_heads, page_size, head_dim]; tables: [batch, width] i32; NaN in every slot past a length."""
+
+    k: Array
+    v: Array
+    tables: NDArray[np.int32]
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Array:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def make_cache(layout: Layout, lengths: list[int], seed: int) -> Cache:
+    """Every sequence on random pages of its own; table entries past its end point at a page of NaN."""
+    rng = np.random.default_rng(seed)
+    needed = [-(-length // layout.page_size) for length in lengths]
+    num_pages = len(lengths) * layout.width + 1  # by shape alone: another pool size is another compile
+    order = rng.permutation(num_pages)
+    shape = (num_pages, layout.kv_heads, layout.page_size, layout.head_dim)
+    k, v = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+    tables = np.full((len(lengths), layout.width), order[-1], np.int32)
+    taken = 0
+    for number, (length, pages) in enumerate(zip(lengths, needed, strict=True)):
+        tables[number, :pages] = order[taken : taken + pages]
+        taken += pages
+        for position in range(length):
+            page, offset = tables[number, position // layout.page_size], position % layout.page_size
+            k[page, :, offset] = normal(rng, layout.kv_heads, layout.head_dim)
+            v[page, :, offset] = normal(rng, layout.kv_heads, layout.head_dim)
+    assert taken < num_pages
+    return Cache(k, v, tables)
+
+
+def tolerance(dtype: str, terms: int) -> dict[str, float]:
+    """float32: rounding grows with the square root of what is summed; bfloat16: inputs have 8 bits."""
+    return (
+        {"rtol": 2e-6 * terms**0.5, "atol": 1e-6 * terms**0.5} if dtype == "float32" else {"rtol": 0.02, "atol": 0.02}
+    )

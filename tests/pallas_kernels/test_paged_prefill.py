@@ -1,0 +1,167 @@
+"""paged_prefill: every implementation computes what the reference says, and reads nothing else."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_prefill import paged_prefill, reference, xla
+from tests.pallas_kernels.paged_cases import Layout, make_cache, normal, tolerance
+
+IMPLEMENTATIONS = ["reference", "xla", "xla_small_blocks"]
+SMALL = Layout(head_dim=64, kv_heads=2, q_per_kv=3, page_size=4, width=9)
+
+# Small blocks and chunks take the loops of the portable version round several times, also on short sequences.
+JITTED = {
+    "xla": jax.jit(functools.partial(paged_prefill, implementation="xla"), static_argnames=("scale", "window")),
+    "xla_small_blocks": jax.jit(
+        functools.partial(xla.paged_prefill, rows_per_block=8, keys_per_chunk=32), static_argnames=("scale", "window")
+    ),
+}
+
+
+def starts(chunks, batch):
+    """query_start of (count, length) chunks, padded to `batch` sequences."""
+    counts = [count for count, _ in chunks] + [0] * (batch - len(chunks))
+    return np.cumsum([0, *counts], dtype=np.int32)
+
+
+def attend(implementation, q, cache, chunks, layout, dtype="float32"):
+    """chunks: (count, length) of each sequence; sequences past them are padding."""
+    batch = len(cache.tables)
+    lengths = np.asarray([length for _, length in chunks] + [0] * (batch - len(chunks)), np.int32)
+    pages, ids = (cache.k, cache.v), (cache.tables, starts(chunks, batch), lengths)
+    options = {"scale": layout.scale, "window": layout.window}
+    if implementation == "reference":
+        return reference.paged_prefill(q, *pages, *ids, **options)
+    out = JITTED[implementation](q.astype(dtype), *(x.astype(dtype) for x in pages), *ids, **options)
+    assert out.dtype == dtype
+    return np.asarray(out, np.float32)
+
+
+def make(layout, chunks, tokens, batch, seed):
+    """A cache and queries; the rows of no sequence are NaN."""
+    cache = make_cache(layout, [n for _, n in chunks] + [0] * (batch - len(chunks)), seed)
+    q = normal(np.random.default_rng(seed + 50), tokens, layout.kv_heads, layout.q_per_kv, layout.head_dim)
+    q[sum(count for count, _ in chunks) :] = np.nan
+    return q, cache
+
+
+def ladder(layout):
+    """Whole prompts at every edge, a chunk at depth, a sequence that brings no row, one token of a long sequence."""
+    page, most = layout.page_size, layout.capacity
+    whole = [(n, n) for n in (1, page - 1, page, page + 1)]
+    return [*whole, (0, 5), (3, most), (9, most - 1), (1, most // 2), (0, 0), (page + 2, 2 * page + 3)]
+
+
+# Every head_dim, group size and page size, windows of one token, of a page, and of neither.
+CASES = [
+    (Layout(64, 1, 1, page_size=4, width=9), 48, "xla"),
+    (Layout(80, 2, 3, page_size=16, width=4), 96, "xla_small_blocks"),
+    (Layout(96, 3, 4, page_size=16, width=5, window=16), 96, "xla_small_blocks"),
+    (Layout(128, 1, 7, page_size=4, width=12, window=1), 48, "xla_small_blocks"),
+    (Layout(256, 2, 4, page_size=4, width=10, window=7), 48, "xla_small_blocks"),
+]
+
+
+@pytest.mark.parametrize(("layout", "tokens", "implementation"), CASES)
+def test_equals_the_reference(layout, tokens, implementation):
+    most = layout.capacity
+    batches = [ladder(layout), [(tokens - 1 - most // 2, most), (most // 2, most // 2)], [(1, 1)]]
+    for seed, chunks in enumerate(batches):
+        chunks = [(min(count, length), length) for count, length in chunks]
+        q, cache = make(layout, chunks, tokens, 12, seed)
+        out, want = (attend(name, q, cache, chunks, layout) for name in (implementation, "reference"))
+        assert np.isfinite(want).all()
+        np.testing.assert_allclose(out, want, **tolerance("float32", layout.head_dim))
+        rows = sum(count for count, _ in chunks)
+        assert np.any(out[:rows], axis=(1, 2, 3)).all()
+        assert not out[rows:].any()
+
+
+@pytest.mark.parametrize("window", [None, 300, 64])
+def test_long_sequences_take_several_blocks_and_chunks(window):
+    """More than 64 rows and 256 keys: what the sizes of the public function loop over, ends on no multiple."""
+    layout = Layout(64, 1, 1, page_size=64, width=9, window=window)
+    chunks = [(3, 3), (130, 515), (2, 576), (65, 65)]
+    q, cache = make(layout, chunks, 256, 4, seed=0)
+    out, want = (attend(name, q, cache, chunks, layout) for name in ("xla", "reference"))
+    np.testing.assert_allclose(out, want, **tolerance("float32", 64))
+
+
+def test_bfloat16_inputs_are_summed_in_float32():
+    layout = Layout(128, 2, 4, page_size=16, width=16, window=None)
+    chunks = [(20, 256), (30, 30)]
+    q, cache = make(layout, chunks, 64, 2, seed=0)
+    rounded = type(cache)(*(np.asarray(jnp.bfloat16(x), np.float32) for x in (cache.k, cache.v)), cache.tables)
+    want = attend("reference", np.asarray(jnp.bfloat16(q), np.float32), rounded, chunks, layout)
+    out = attend("xla", q, cache, chunks, layout, dtype="bfloat16")
+    np.testing.assert_allclose(out, want, **tolerance("bfloat16", 128))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_query_of_zeros_gives_the_mean_of_the_values_up_to_itself(implementation):
+    chunks = [(5, 9), (13, 13), (1, 36)]
+    q, cache = make(SMALL, chunks, 24, 4, seed=1)
+    q[:19] = 0.0
+    out = attend(implementation, q, cache, chunks, SMALL)
+    row = 0
+    for number, (count, length) in enumerate(chunks):
+        values = cache.v[cache.tables[number]].transpose(0, 2, 1, 3).reshape(36, 2, 64)
+        for position in range(length - count, length):
+            mean = values[: position + 1].mean(0)
+            np.testing.assert_allclose(out[row], np.broadcast_to(mean[:, None], (2, 3, 64)), rtol=1e-5, atol=1e-6)
+            row += 1
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_prompt_in_chunks_equals_the_prompt_whole(implementation):
+    """The same keys are read in the same order, so in float32 only the blocks' shapes may move a bit."""
+    q, cache = make(SMALL, [(23, 23)], 24, 4, seed=2)
+    whole = attend(implementation, q, cache, [(23, 23)], SMALL)
+    for first in (1, 4, 11, 22):
+        part = np.full_like(q, np.nan)
+        part[: 23 - first] = q[first:23]
+        out = attend(implementation, part, cache, [(23 - first, 23)], SMALL)
+        np.testing.assert_allclose(out[: 23 - first], whole[first:23], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_pages_may_be_shared_and_lie_anywhere(implementation):
+    chunks = [(6, 20), (6, 18), (7, 30)]
+    q, cache = make(SMALL, chunks, 24, 4, seed=3)
+    cache.tables[1] = cache.tables[0]
+    q[6:12] = q[:6]
+    out = attend(implementation, q, cache, chunks, SMALL)
+    alone = attend(implementation, q, cache, [(6, 18)], SMALL)
+    np.testing.assert_array_equal(out[6:12], alone[:6])
+    assert np.abs(out[6:12] - out[:6]).max() > 1e-3
+
+    order = np.random.default_rng(4).permutation(len(cache.k))
+    moved = type(cache)(cache.k[order], cache.v[order], np.argsort(order).astype(np.int32)[cache.tables])
+    np.testing.assert_array_equal(attend(implementation, q, moved, chunks, SMALL), out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_pages": (5, 3, 4, 64)}, r"k_pages has shape \(5, 3, 4, 64\); it must be \[any, 2, any, 64\]"),
+        ({"v_pages": (6, 2, 4, 64)}, r"v_pages has shape \(6, 2, 4, 64\); it must be \[5, 2, 4, 64\]"),
+        ({"block_tables": (3, 7)}, r"block_tables has shape \(3, 7\); it must be \[4, any\]"),
+        ({"query_start": (4,)}, r"query_start has shape \(4,\); it must be \[5\]"),
+        ({"window": -3}, "window is -3; it must be at least 1 token, or None for all"),
+        ({"implementation": "mosaic"}, "paged_prefill has no implementation 'mosaic'; it has: xla"),
+    ],
+)
+def test_errors(change, message):
+    shapes = {"q": (8, 2, 3, 64), "k_pages": (5, 2, 4, 64), "v_pages": (5, 2, 4, 64)}
+    ids = {"block_tables": (4, 7), "query_start": (5,), "lengths": (4,)}
+    options = {name: value for name, value in change.items() if name not in shapes | ids}
+    arrays = {name: jnp.zeros(change.get(name, shape)) for name, shape in shapes.items()}
+    arrays |= {name: jnp.zeros(change.get(name, shape), jnp.int32) for name, shape in ids.items()}
+    with pytest.raises(ValueError, match=message):
+        paged_prefill(**arrays, scale=1.0, **options)
