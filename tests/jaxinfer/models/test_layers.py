@@ -1,0 +1,114 @@
+"""Projections, norm, MLP and the vocabulary's ends against numpy in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.models.layers import ACTIVATIONS, Embedding, GatedMlp, Head, RMSNorm, linear, value
+
+CONFIG = ModelConfig("llama", 11, 6, 1, 2, 1, 4, 10, 16, RopeConfig(), mlp_bias=True)
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+FORMULAS = {
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "gelu": lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: max(x, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_activations(name):
+    x = np.linspace(-4, 4, 33, dtype=np.float32)
+    np.testing.assert_allclose(ACTIVATIONS[name](x), [FORMULAS[name](float(v)) for v in x], rtol=1e-6, atol=1e-6)
+
+
+def test_linear_contracts_the_leading_dimensions_of_a_weight():
+    x, weight, bias = normal(5, 3, 2, 4), normal(3, 2, 4, 7), normal(7)
+    want = np.einsum("tabc,abcd->td", x, weight)
+    np.testing.assert_allclose(linear(x, weight, contract=3), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(linear(x, weight, bias, contract=3), want + bias, rtol=1e-5, atol=1e-5)
+    x, weight, bias = normal(5, 4), normal(4, 3, 2), normal(3, 2)
+    np.testing.assert_allclose(
+        linear(x, weight, bias), np.einsum("ti,iab->tab", x, weight) + bias, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_rms_norm():
+    x, scale = 3 * normal(4, 6), normal(6)
+    wide = x.astype(np.float64)
+    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 0.5) * scale
+    np.testing.assert_allclose(RMSNorm(0.5, {"scale": jnp.asarray(scale)})(x), want, rtol=1e-5, atol=1e-6)
+
+
+def test_rms_norm_of_low_precision_is_computed_in_float32():
+    """400² overflows float16; and the scale multiplies before the result is rounded."""
+    x, scale = jnp.full((1, 8), 400.0, jnp.float16), jnp.asarray(normal(8), jnp.float16)
+    out = RMSNorm(1e-6, {"scale": scale})(x)
+    assert out.dtype == jnp.float16
+    np.testing.assert_array_equal(out[0], scale)
+
+    x = jnp.asarray(normal(64, 6), jnp.bfloat16)
+    scale = jnp.asarray(normal(6), jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(scale, np.float64)
+    out = np.asarray(RMSNorm(1e-6, {"scale": scale})(x), np.float64)
+    np.testing.assert_allclose(out, want, rtol=2**-8 * 1.001, atol=0)
+
+
+def mlp_weights():
+    return {
+        "gate_up": jnp.asarray(normal(6, 2, 10)),
+        "down": jnp.asarray(normal(10, 6)),
+        "gate_up_bias": jnp.asarray(normal(2, 10)),
+        "down_bias": jnp.asarray(normal(6)),
+    }
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_gate_alone_is_activated(bias):
+    w, x = mlp_weights(), normal(3, 6)
+    config = dataclasses.replace(CONFIG, mlp_bias=bias, activation="relu")
+    gate, up = (x @ w["gate_up"][:, i] + bias * w["gate_up_bias"][i] for i in range(2))
+    want = (np.maximum(gate, 0) * up) @ w["down"] + bias * w["down_bias"]
+    weights = w if bias else {name: w[name] for name in ("gate_up", "down")}
+    np.testing.assert_allclose(GatedMlp(config, weights)(x), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_embedding_and_its_logits(rows):
+    table, tokens = normal(11, 6), np.asarray([10, 0, 3, 3, 7])[:rows]
+    embedding = Embedding({"weight": jnp.asarray(table)})
+    np.testing.assert_array_equal(embedding(tokens), table[tokens])
+    x = normal(rows, 6)
+    np.testing.assert_allclose(embedding.logits(x), x @ table.T, rtol=1e-5, atol=1e-5)
+
+
+def test_head_logits():
+    x, table = normal(3, 6), normal(6, 11)
+    np.testing.assert_allclose(Head({"weight": jnp.asarray(table)}).logits(x), x @ table, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_low_precision_come_out_in_float32():
+    """A sum of products that bfloat16 could not hold: 256 + 1."""
+    x, table = jnp.asarray([[16.0, 1.0]], jnp.bfloat16), jnp.asarray([[16.0, 1.0], [1.0, 1.0]], jnp.bfloat16)
+    for logits in (Embedding({"weight": table}).logits(x), Head({"weight": table.T}).logits(x)):
+        assert logits.dtype == jnp.float32
+        np.testing.assert_array_equal(logits, [[257.0, 17.0]])
+
+
+def test_a_missing_parameter_has_no_value():
+    norm = RMSNorm(1e-6, {"scale": jnp.ones(3)})
+    assert value(None) is None
+    np.testing.assert_array_equal(value(norm.scale), np.ones(3))
