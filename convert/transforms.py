@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxinfer.config import ModelConfig
 
-
 _ROWS_AT_ONCE = 16
 
 
