@@ -1,0 +1,69 @@
+"""Tiny models, made once a session: compiling their steps is what these tests pay for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer import LLM
+from tests import tiny
+
+GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
+TINY: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "page_size": 8,
+    "warm_up": False,
+    "progress": False,
+}
+"""Five programs at most: ragged and scored batches of 16 tokens, decode batches of 1, 2 and 4 sequences."""
+
+
+class Models:
+    """`models(case, **settings)`: the LLM of a tiny checkpoint, TINY settings unless told; the same one when asked
+    again, so tests leave it idle."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._llms: dict[tuple, LLM] = {}
+
+    def checkpoint(self, case: str) -> Path:
+        folder = self._folder / case
+        return folder if folder.exists() else tiny.write_checkpoint(case, folder)
+
+    def __call__(self, case: str, **settings: Any) -> LLM:
+        key = case, *sorted(settings.items())
+        if key not in self._llms:
+            self._llms[key] = LLM(str(self.checkpoint(case)), **{**TINY, **settings})
+        llm = self._llms[key]
+        assert_idle(llm)
+        return llm
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    return Models(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """`golden(case)`: what transformers computed, as scripts/make_goldens.py wrote it."""
+
+    def load(case: str) -> dict[str, np.ndarray]:
+        with np.load(GOLDENS / f"{case}.npz") as file:
+            return dict(file)
+
+    return load
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing runs, nothing waits, every page and slot is free."""
+    scheduler = llm.engine.scheduler
+    assert not llm.engine.has_unfinished
+    assert not scheduler.has_unfinished
+    assert [pool.num_free for pool in scheduler.pools] == [pool.num_pages for pool in scheduler.pools]
