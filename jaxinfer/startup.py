@@ -16,7 +16,7 @@ from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine import cache
 from jaxinfer.engine.batch import BatchBuilder
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.step import AbstractState, State, StepRunner, loops_over_pages
+from jaxinfer.engine.step import AbstractState, State, StepRunner, data_dependent
 from jaxinfer.parameters import Tree, for_tensor_parallel
 from jaxinfer.tokenizer import Tokenizer
 from meshes import sharding
@@ -54,7 +54,7 @@ def build_engine(
     builder = BatchBuilder(
         config,
         groups=len(model.config.cache_groups),
-        bucket_width=not loops_over_pages(mesh.devices.flat[0].platform),
+        data_dependent=data_dependent(mesh.devices.flat[0].platform),
     )
     runner = StepRunner(model.config, model.weights, mesh, config.cache.page_size)
     num_pages = _plan_pages(model, mesh, config, runner, builder)

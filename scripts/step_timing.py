@@ -44,7 +44,7 @@ class StepBench:
             max_model_len=config.max_position, max_num_seqs=max_batch, max_num_batched_tokens=prefill_tokens,
             cache=CacheConfig(PAGE_SIZE),
         )  # fmt: skip
-        self.builder = BatchBuilder(engine, groups=1, bucket_width=True)
+        self.builder = BatchBuilder(engine, groups=1, data_dependent=False)
         self.runner = StepRunner(self.config, self.weights, mesh, PAGE_SIZE)
         pages = max(max_batch * -(-context // PAGE_SIZE), prefill_tokens // PAGE_SIZE)
         abstract = cache.abstract_cache(self.config, (pages,), PAGE_SIZE, jnp.dtype(jnp.bfloat16), mesh)

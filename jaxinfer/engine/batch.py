@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.sampler import SamplingInputs
 from jaxinfer.engine.scheduler import RELEASED, Scheduled
-from jaxinfer.sampling_params import MAX_SUPPRESSED
+from jaxinfer.sampling_params import MAX_SUPPRESSED, SamplingParams
 
 TOKEN_BUCKETS = (16, 64, 256)
 """Tokens of the smallest ragged batches; above, powers of two."""
@@ -34,6 +35,11 @@ NO_ID = np.iinfo(np.int32).max
 """Past any vocabulary: a scatter drops it."""
 
 
+type Sampling = Literal["greedy", "full", "branch"]
+"""What a program samples: the largest logit alone; all that a request can ask for; or whichever the batch needs, a
+branch on the device, which is free on CPU and stalls a GPU."""
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """The key of an executable."""
@@ -45,6 +51,7 @@ class BatchShape:
     groups: int
     decode: bool
     """Every sequence has exactly one token."""
+    sampling: Sampling
     scored: bool = False
     """Every token's logits are computed and returned, not only those that are sampled from."""
 
@@ -108,10 +115,13 @@ def unpack(packed: jax.Array, shape: BatchShape) -> dict[str, jax.Array]:
     return arrays
 
 
-def sampling_inputs(arrays: dict[str, jax.Array]) -> SamplingInputs:
+def sampling_inputs(arrays: dict[str, jax.Array], shape: BatchShape) -> SamplingInputs:
     """The sampler's part of a batch. The new token of a sequence stands at its length."""
     rows = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "suppressed")
-    random, filtered, logprobs = (flag > 0 for flag in arrays["flags"])
+    flags: Sequence[jax.Array | bool] = [flag > 0 for flag in arrays["flags"]]
+    if shape.sampling != "branch":
+        flags = [shape.sampling == "full"] * len(flags)
+    random, filtered, logprobs = flags
     return SamplingInputs(
         **{name: arrays[name] for name in rows},
         position=arrays["lengths"],
@@ -124,11 +134,12 @@ def sampling_inputs(arrays: dict[str, jax.Array]) -> SamplingInputs:
 class BatchBuilder:
     """Turns scheduled sequences into arrays, and knows all shapes that can come."""
 
-    def __init__(self, engine: EngineConfig, groups: int, bucket_width: bool):
-        """bucket_width: whether block tables come in powers of two too, for programs without a loop over pages."""
+    def __init__(self, engine: EngineConfig, groups: int, data_dependent: bool):
+        """data_dependent: whether programs may loop and branch on what a batch holds. If not, there are more of them:
+        block tables come in powers of two, and greedy batches have programs of their own."""
         self._engine = engine
         self._groups = groups
-        self._bucket_width = bucket_width
+        self._data_dependent = data_dependent
         self._width = -(-engine.max_model_len // engine.cache.page_size)
         self.max_scored_tokens = max(min(256, engine.max_num_batched_tokens), engine.max_num_seqs)
 
@@ -137,22 +148,24 @@ class BatchBuilder:
         sequences = _powers(1, self._engine.max_num_seqs)
         tokens = _token_buckets(self._engine.max_num_batched_tokens)
         scored = _token_buckets(self.max_scored_tokens)
-        widths = _powers(MIN_WIDTH, self._width) if self._bucket_width else [self._width]
-        shapes = [self._ragged(count, scored=False) for count in reversed(tokens)]
-        shapes += [self._ragged(count, scored=True) for count in scored]
-        shapes += [self._decode(count, width) for width in widths for count in sequences]
+        widths = [self._width] if self._data_dependent else _powers(MIN_WIDTH, self._width)
+        kinds: list[Sampling] = ["branch"] if self._data_dependent else ["greedy", "full"]
+        shapes = [self._ragged(count, kind) for kind in kinds for count in reversed(tokens)]
+        shapes += [self._ragged(count, kinds[-1], scored=True) for count in scored]
+        shapes += [self._decode(count, width, kind) for kind in kinds for width in widths for count in sequences]
         return list(dict.fromkeys(shapes))
 
     def shape(self, scheduled: Sequence[Scheduled]) -> BatchShape:
         """The smallest shape that holds these sequences."""
         scored = any(part.request.wants_every_row() for part in scheduled)
         tokens = sum(part.count for part in scheduled)
+        kind = self._sampling(scheduled, scored)
         if scored or tokens > len(scheduled):
             limit = self.max_scored_tokens if scored else self._engine.max_num_batched_tokens
-            return self._ragged(_smallest(_token_buckets(limit), tokens), scored)
+            return self._ragged(_smallest(_token_buckets(limit), tokens), kind, scored)
         pages = max(-(-(part.start + part.count) // self._engine.cache.page_size) for part in scheduled)
-        width = _smallest(_powers(MIN_WIDTH, self._width), pages) if self._bucket_width else self._width
-        return self._decode(_smallest(_powers(1, self._engine.max_num_seqs), len(scheduled)), width)
+        width = self._width if self._data_dependent else _smallest(_powers(MIN_WIDTH, self._width), pages)
+        return self._decode(_smallest(_powers(1, self._engine.max_num_seqs), len(scheduled)), width, kind)
 
     def build(self, scheduled: Sequence[Scheduled]) -> Batch:
         """The arrays of a step. Padding tokens and sequences come last; they write nothing and sample nothing."""
@@ -201,16 +214,25 @@ class BatchBuilder:
         if part.start + part.count - len(request.prompt_token_ids) < params.min_tokens:
             held_back = sorted(request.stopping_ids)
             arrays["suppressed"][number, : len(held_back)] = held_back
-        filters = params.min_p > 0 or params.top_k > 0 or params.top_p < 1
-        wanted = params.temperature > 0, filters, params.logprobs is not None or params.prompt_logprobs is not None
-        arrays["flags"] |= np.asarray(wanted, np.int32)
+        arrays["flags"] |= np.asarray(_flags(params), np.int32)
 
-    def _decode(self, sequences: int, width: int) -> BatchShape:
-        return BatchShape(sequences, sequences, width, self._groups, decode=True)
+    def _sampling(self, scheduled: Sequence[Scheduled], scored: bool) -> Sampling:
+        if self._data_dependent:
+            return "branch"
+        return "full" if scored or any(any(_flags(part.request.params)) for part in scheduled) else "greedy"
 
-    def _ragged(self, tokens: int, scored: bool) -> BatchShape:
+    def _decode(self, sequences: int, width: int, sampling: Sampling) -> BatchShape:
+        return BatchShape(sequences, sequences, width, self._groups, decode=True, sampling=sampling)
+
+    def _ragged(self, tokens: int, sampling: Sampling, scored: bool = False) -> BatchShape:
         sequences = min(tokens, self._engine.max_num_seqs)
-        return BatchShape(tokens, sequences, self._width, self._groups, decode=False, scored=scored)
+        return BatchShape(tokens, sequences, self._width, self._groups, False, sampling, scored)
+
+
+def _flags(params: SamplingParams) -> tuple[bool, bool, bool]:
+    """Whether a request samples at random, filters, and wants log-probabilities."""
+    filters = params.min_p > 0 or params.top_k > 0 or params.top_p < 1
+    return params.temperature > 0, filters, params.logprobs is not None or params.prompt_logprobs is not None
 
 
 def _powers(smallest: int, largest: int) -> list[int]:

@@ -6,6 +6,7 @@ A row's randomness comes from (seed, choice, position) alone, so its ids do not 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -54,11 +55,12 @@ class SamplingInputs:
     """[batch] i32: where in its sequence the new token stands."""
     suppressed: jax.Array
     """[batch, MAX_SUPPRESSED] i32: ids that may not be chosen; past the vocabulary: none."""
-    any_random: jax.Array
-    """Whether any row has a temperature above 0; the flags spare a batch the work that none of its rows asks for."""
-    any_filter: jax.Array
+    any_random: jax.Array | bool
+    """Whether any row has a temperature above 0; the flags spare a batch the work that none of its rows asks for.
+    Known while tracing (a bool) or on the device only (an array)."""
+    any_filter: jax.Array | bool
     """Whether any row uses min_p, top_k or top_p."""
-    any_logprobs: jax.Array
+    any_logprobs: jax.Array | bool
     """Whether any row wants log-probabilities."""
 
 
@@ -86,13 +88,20 @@ def sample(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
     def draw() -> jax.Array:
         warm = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)
         scaled = logits / warm[:, None]
-        scaled = jax.lax.cond(inputs.any_filter, lambda: _filter(scaled, inputs), lambda: scaled)
+        scaled = when(inputs.any_filter, lambda: _filter(scaled, inputs), lambda: scaled)
         noise = jax.vmap(lambda *key: jax.random.gumbel(_key(*key), logits.shape[1:]))(
             inputs.seed, inputs.choice, inputs.position
         )
         return jnp.where(inputs.temperature > 0, jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32), greedy)
 
-    return jax.lax.cond(inputs.any_random, draw, lambda: greedy)
+    return when(inputs.any_random, draw, lambda: greedy)
+
+
+def when[T](flag: jax.Array | bool, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """A branch: taken while tracing if the flag is known there, else on the device."""
+    if isinstance(flag, bool):
+        return then() if flag else otherwise()
+    return jax.lax.cond(flag, then, otherwise)
 
 
 def _key(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:

@@ -67,7 +67,7 @@ class StepRunner:
         graph, _ = nnx.split(Decoder(config, abstract, mesh))
         platform = mesh.devices.flat[0].platform
         self._step = functools.partial(
-            step, graph=graph, config=config, page_size=page_size, loop_over_pages=loops_over_pages(platform)
+            step, graph=graph, config=config, page_size=page_size, data_dependent=data_dependent(platform)
         )
         self._replicated = sharding(mesh)
         self.state: State | None = None
@@ -109,7 +109,7 @@ def step(
     graph: nnx.GraphDef,
     config: ModelConfig,
     page_size: int,
-    loop_over_pages: bool,
+    data_dependent: bool,
 ) -> tuple[StepOutput, State]:
     """Embed, layers, head on the rows that need it, sample. Pure: state in, state out."""
     arrays = unpack(packed, shape)
@@ -117,11 +117,11 @@ def step(
     sequence = sequence_of_token(arrays, shape)
     last_ids = state.last_ids.at[arrays["slots"][sequence]].get(mode="clip")
     tokens = jnp.where(arrays["tokens"] == UNREAD, last_ids, arrays["tokens"])
-    inputs = attention_inputs(arrays, shape, sequence, config, state.cache, page_size, loop_over_pages)
+    inputs = attention_inputs(arrays, shape, sequence, config, state.cache, page_size, data_dependent)
     hidden, cache = decoder(tokens, state.cache, inputs)
     logits = decoder.logits(hidden[arrays["logit_rows"]])  # [rows, vocab]
 
-    ids = sampler.sample(logits[arrays["sample_rows"]] if shape.scored else logits, sampling_inputs(arrays))
+    ids = sampler.sample(logits[arrays["sample_rows"]] if shape.scored else logits, sampling_inputs(arrays, shape))
     kept = jnp.where(arrays["samples"] > 0, arrays["slots"], state.last_ids.shape[0])
     new_last_ids = state.last_ids.at[kept].set(ids, mode="drop")
     row_logprobs, logprobs = report_logprobs(logits, ids, arrays, shape)
@@ -144,7 +144,7 @@ def attention_inputs(
     config: ModelConfig,
     cache: list[CacheLayer],
     page_size: int,
-    loop_over_pages: bool,
+    data_dependent: bool,
 ) -> list[AttentionInputs]:
     """One entry per layer; layers of a group share theirs."""
     positions = arrays["positions"]
@@ -162,7 +162,7 @@ def attention_inputs(
             query_start=arrays["query_start"],
             lengths=arrays["lengths"],
             decode=shape.decode,
-            pages_per_chunk=max(1, PORTABLE_CHUNK // page_size) if loop_over_pages else shape.width,
+            pages_per_chunk=max(1, PORTABLE_CHUNK // page_size) if data_dependent else shape.width,
         )
         layers |= dict.fromkeys(group.layers, inputs)
     return [layers[layer] for layer in range(config.num_layers)]
@@ -178,17 +178,17 @@ def report_logprobs(
         targets = jnp.where(arrays["targets"] == NO_TARGET, sampled, arrays["targets"])
         logprobs = jax.nn.log_softmax(logits)
         return sampler.row_logprobs(logprobs, targets), logprobs
-    row_logprobs = jax.lax.cond(
-        sampling_inputs(arrays).any_logprobs,
+    row_logprobs = sampler.when(
+        sampling_inputs(arrays, shape).any_logprobs,
         lambda: sampler.row_logprobs(jax.nn.log_softmax(logits), ids),
         lambda: sampler.no_logprobs(shape.rows),
     )
     return row_logprobs, None
 
 
-def loops_over_pages(platform: str) -> bool:
-    """Whether portable decode attention loops to the longest sequence, or reads whole (bucketed) block tables.
+def data_dependent(platform: str) -> bool:
+    """Whether steps may loop and branch on what a batch holds: to the longest sequence only, sampling only if asked.
 
-    A loop of unknown length makes a GPU wait for the host in every turn; on CPU it costs nothing.
+    It costs nothing on CPU. A GPU has to wait for the host in every turn and at every branch.
     """
     return platform == "cpu"

@@ -37,6 +37,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, weights: Tree, mesh: Mesh):
         self.replicated = sharding(mesh)
+        self.by_vocab = sharding(mesh, (None, "vocab"))
         self.embed = Embedding(weights["embed"])
         self.layers = nnx.List([DecoderLayer(config, i, weights["layers"][i], mesh) for i in range(config.num_layers)])
         self.final_norm = RMSNorm(config.norm_eps, weights["final_norm"])
@@ -58,4 +59,6 @@ class Decoder(nnx.Module):
         """x: [rows, embed], rows of `__call__`'s result; returns [rows, vocab_size] float32, padding rows left out."""
         x = self.final_norm(x)
         logits = self.embed.logits(x) if self.head is None else self.head.logits(x)
+        # Said in two steps, or the compiler gathers the head's weights rather than the logits.
+        logits = jax.lax.with_sharding_constraint(logits, self.by_vocab)
         return jax.lax.with_sharding_constraint(logits, self.replicated)[:, : self.vocab_size]

@@ -32,10 +32,8 @@ def make(head_dim, kv_heads, q_per_kv, page_size, tokens=9, pages=7, seed=0, dty
     places = rng.permutation(pages * page_size)[:tokens].astype(np.int32)
     page_ids, offsets = places // page_size, places % page_size
     page_ids[3], page_ids[-1] = pages, pages + 1000
-    return [q, k, v, np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), k_pages, v_pages] + [
-        page_ids,
-        offsets,
-    ]
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return [q, k, v, cos, sin, k_pages, v_pages, page_ids, offsets]
 
 
 def places(args):
