@@ -92,6 +92,9 @@ def generate(
     from jaxinfer.llm import LLM
 
     enable_cache()
+    # A cache of no more sequences than prompts is small, and the same size in every run: its shape is part of what the
+    # compilation cache looks up, and a size taken from the memory that is free now would never be found again.
+    memory["max_num_seqs"] = min(memory["max_num_seqs"], len(every))
     llm = LLM(model, warm_up=False, progress=sys.stderr.isatty(), **memory)
     if stream:
         for text in _stream(llm, every[0], params, chat, system):

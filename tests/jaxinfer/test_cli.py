@@ -98,7 +98,7 @@ def test_options_reach_the_engine(made: list[EchoLLM]) -> None:
         "dtype": "bfloat16",
         "tensor_parallel_size": 2,
         "max_model_len": 99,
-        "max_num_seqs": 3,
+        "max_num_seqs": 1,  # no more than there are prompts
         "max_num_batched_tokens": 77,
         "page_size": 16,
         "num_pages": 10,
@@ -110,6 +110,7 @@ def test_many_prompts_are_told_apart(made: list[EchoLLM]) -> None:
     done = run("generate", "--model", "m", "--prompt", "one", "--prompt-file", "-", stdin="two\n\nthree\n")
     assert done.stdout == ">>> one\nONE\n\n>>> two\nTWO\n\n>>> three\nTHREE\n\n"
     assert len(made[0].calls) == 1, "all prompts go to the engine together"
+    assert made[0].kwargs["max_num_seqs"] == 3
 
 
 def test_json_is_one_object_per_prompt(made: list[EchoLLM]) -> None:
