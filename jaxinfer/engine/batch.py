@@ -206,12 +206,12 @@ class BatchBuilder:
     def _fill_sampling(self, arrays: dict[str, NDArray], number: int, part: Scheduled) -> None:
         request, params = part.request, part.request.params
         arrays["temperature"][number] = params.temperature
-        arrays["top_k"][number] = params.top_k
+        arrays["top_k"][number] = min(params.top_k, NO_ID)
         arrays["top_p"][number] = params.top_p
         arrays["min_p"][number] = params.min_p
         arrays["seed"][number] = request.seed
         arrays["choice"][number] = request.index
-        if part.start + part.count - len(request.prompt_token_ids) < params.min_tokens:
+        if part.samples and part.start + part.count - len(request.prompt_token_ids) < params.min_tokens:
             held_back = sorted(request.stopping_ids)
             arrays["suppressed"][number, : len(held_back)] = held_back
         arrays["flags"] |= np.asarray(_flags(params), np.int32)
