@@ -87,7 +87,8 @@ def sample(logits: jax.Array, inputs: SamplingInputs) -> jax.Array:
 
     def draw() -> jax.Array:
         warm = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)
-        scaled = logits / warm[:, None]
+        # From the largest logit on down: a tiny temperature then overflows to −inf, never to a tie at +inf.
+        scaled = (logits - logits.max(-1, keepdims=True)) / warm[:, None]
         scaled = when(inputs.any_filter, lambda: _filter(scaled, inputs), lambda: scaled)
         noise = jax.vmap(lambda *key: jax.random.gumbel(_key(*key), logits.shape[1:]))(
             inputs.seed, inputs.choice, inputs.position
