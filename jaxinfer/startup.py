@@ -14,9 +14,9 @@ import convert
 from jaxinfer import compilation, memory, weights
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine import cache
-from jaxinfer.engine.batch import BatchBuilder
+from jaxinfer.engine.batch import BatchBuilder, data_dependent
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.step import AbstractState, State, StepRunner, data_dependent
+from jaxinfer.engine.step import AbstractState, State, StepRunner
 from jaxinfer.parameters import Tree, for_tensor_parallel
 from jaxinfer.tokenizer import Tokenizer
 from meshes import sharding

@@ -4,8 +4,8 @@
 
 1. Tiny random models in float32 against what transformers computes for them (tests/goldens).
 2. With --model, a chat model's answer to "What is the capital of France?".
-3. The decode step of a Llama-3-8B shape, random bfloat16 weights, 640 tokens of context: milliseconds from step to step
-   with the host running ahead, and what share of that the host itself was busy.
+3. A Llama-3-8B shape with random bfloat16 weights: the decode step at 640 tokens of context and the prefill of 2048
+   tokens; milliseconds from step to step with the host running ahead, and how long the host took to dispatch one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests import tiny
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "goldens"
 CASES = ("llama", "llama_yarn", "mistral_window", "qwen2", "qwen3")
 BATCHES = (1, 32, 128)
-CONTEXT, STEPS = 640, 50
+CONTEXT, PREFILL, STEPS = 640, 2048, 50
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
     if args.model:
         results["answer"] = check_answer(args.model)
     if not args.skip_speed:
-        results["decode"] = time_decode()
+        results["steps"] = time_steps()
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 
@@ -85,24 +85,28 @@ def check_answer(model: str) -> str:
     return answer
 
 
-def time_decode() -> list[dict[str, float]]:
+def time_steps() -> list[dict[str, float | str]]:
     config = PRESETS["llama-3-8b"]
     bench = StepBench(config, build_mesh(), max(BATCHES), CONTEXT)
     start = time.perf_counter()
-    batches = [bench.decode_batch(size) for size in BATCHES]
-    bench.runner.compile([batch.shape for batch in batches])
-    print(f"compiled {len(batches)} decode shapes in {time.perf_counter() - start:.0f} s", flush=True)
-    weights, rows = size_in_bytes(bench.weights) / 1e9, []
-    for size, batch in zip(BATCHES, batches, strict=True):
+    batches = {size: bench.decode_batch(size) for size in BATCHES}
+    prefill = bench.prefill_batch(PREFILL)
+    bench.runner.compile([batch.shape for batch in (*batches.values(), prefill)])
+    print(f"compiled {len(batches) + 1} shapes in {time.perf_counter() - start:.0f} s", flush=True)
+    weights, rows = size_in_bytes(bench.weights) / 1e9, list[dict[str, float | str]]()
+    for size, batch in batches.items():
         timed = bench.time(batch, STEPS)
         kv = size * CONTEXT * config.kv_elements_per_token() * 2 / 1e9
         print(
-            f"batch {size}: {timed.step_ms:.2f} ms a step (host {timed.host_ms:.2f}), "
+            f"decode, batch {size}: {timed.step_ms:.2f} ms a step (host {timed.host_ms:.2f}), "
             f"{size / timed.step_ms * 1e3:.0f} tok/s, {(weights + kv) / timed.step_ms * 1e3:.0f} GB/s",
             flush=True,
         )
-        rows.append({"batch": size, **dataclasses.asdict(timed), "weights_gb": weights, "kv_gb": kv})
-    return rows
+        name = f"decode, batch {size}"
+        rows.append({"step": name, **dataclasses.asdict(timed), "weights_gb": weights, "kv_gb": kv})
+    timed = bench.time(prefill, STEPS // 5)
+    print(f"prefill of {PREFILL}: {timed.step_ms:.1f} ms, {PREFILL / timed.step_ms * 1e3:.0f} tok/s", flush=True)
+    return [*rows, {"step": f"prefill {PREFILL}", **dataclasses.asdict(timed)}]
 
 
 if __name__ == "__main__":

@@ -131,6 +131,14 @@ def sampling_inputs(arrays: dict[str, jax.Array], shape: BatchShape) -> Sampling
     )
 
 
+def data_dependent(platform: str) -> bool:
+    """Whether steps may loop and branch on what a batch holds: to the longest sequence only, sampling only if asked.
+
+    It costs nothing on CPU. A GPU has to wait for the host in every turn and at every branch.
+    """
+    return platform == "cpu"
+
+
 class BatchBuilder:
     """Turns scheduled sequences into arrays, and knows all shapes that can come."""
 

@@ -22,9 +22,7 @@ from jaxinfer.models.attention import AttentionInputs, CacheLayer
 from jaxinfer.models.rope import cos_sin
 from jaxinfer.parameters import Tree
 from meshes import sharding
-
-PORTABLE_CHUNK = 256
-"""Tokens of cache that portable decode attention reads at once, where a loop over pages costs little (CPU)."""
+from pallas_kernels.tiles import Tiles, for_platform
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "row_logprobs", "logprobs"], meta_fields=[])
@@ -67,7 +65,7 @@ class StepRunner:
         graph, _ = nnx.split(Decoder(config, abstract, mesh))
         platform = mesh.devices.flat[0].platform
         self._step = functools.partial(
-            step, graph=graph, config=config, page_size=page_size, data_dependent=data_dependent(platform)
+            step, graph=graph, config=config, page_size=page_size, tiles=for_platform(platform)
         )
         self._replicated = sharding(mesh)
         self.state: State | None = None
@@ -109,7 +107,7 @@ def step(
     graph: nnx.GraphDef,
     config: ModelConfig,
     page_size: int,
-    data_dependent: bool,
+    tiles: Tiles,
 ) -> tuple[StepOutput, State]:
     """Embed, layers, head on the rows that need it, sample. Pure: state in, state out."""
     arrays = unpack(packed, shape)
@@ -117,7 +115,7 @@ def step(
     sequence = sequence_of_token(arrays, shape)
     last_ids = state.last_ids.at[arrays["slots"][sequence]].get(mode="clip")
     tokens = jnp.where(arrays["tokens"] == UNREAD, last_ids, arrays["tokens"])
-    inputs = attention_inputs(arrays, shape, sequence, config, state.cache, page_size, data_dependent)
+    inputs = attention_inputs(arrays, shape, sequence, config, state.cache, page_size, tiles)
     hidden, cache = decoder(tokens, state.cache, inputs)
     logits = decoder.logits(hidden[arrays["logit_rows"]])  # [rows, vocab]
 
@@ -144,7 +142,7 @@ def attention_inputs(
     config: ModelConfig,
     cache: list[CacheLayer],
     page_size: int,
-    data_dependent: bool,
+    tiles: Tiles,
 ) -> list[AttentionInputs]:
     """One entry per layer; layers of a group share theirs."""
     positions = arrays["positions"]
@@ -162,7 +160,7 @@ def attention_inputs(
             query_start=arrays["query_start"],
             lengths=arrays["lengths"],
             decode=shape.decode,
-            pages_per_chunk=max(1, PORTABLE_CHUNK // page_size) if data_dependent else shape.width,
+            tiles=tiles,
         )
         layers |= dict.fromkeys(group.layers, inputs)
     return [layers[layer] for layer in range(config.num_layers)]
@@ -184,11 +182,3 @@ def report_logprobs(
         lambda: sampler.no_logprobs(shape.rows),
     )
     return row_logprobs, None
-
-
-def data_dependent(platform: str) -> bool:
-    """Whether steps may loop and branch on what a batch holds: to the longest sequence only, sampling only if asked.
-
-    It costs nothing on CPU. A GPU has to wait for the host in every turn and at every branch.
-    """
-    return platform == "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from flax import nnx
@@ -16,6 +17,7 @@ from meshes import partition_spec
 from pallas_kernels.cache_append import cache_append
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
+from pallas_kernels.tiles import Tiles
 
 CacheLayer = dict[str, jax.Array]
 """One layer's pages: k and v, each [pages, kv_heads, page_size, head_dim]."""
@@ -25,7 +27,7 @@ CACHE_AXES = ("pages", "kv_heads", "page", "head_dim")
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    meta_fields=["decode", "pages_per_chunk"],
+    meta_fields=["decode", "tiles"],
     data_fields=[
         "cos",
         "sin",
@@ -55,8 +57,8 @@ class AttentionInputs:
     """[batch] i32: tokens in the cache after this step."""
     decode: bool
     """Whether every sequence has exactly one token, so that row b is sequence b."""
-    pages_per_chunk: int
-    """Pages that portable decode attention reads at once."""
+    tiles: Tiles
+    """How much portable attention takes at once."""
 
 
 class Attention(nnx.Module):
@@ -122,10 +124,9 @@ def _append_and_attend(
         q, k, v, inputs.cos, inputs.sin, k_pages, v_pages, inputs.page_ids, inputs.offsets
     )
     tables, lengths = inputs.block_tables, inputs.lengths
+    options: dict[str, Any] = {"scale": scale, "window": window, "tiles": inputs.tiles}
     if inputs.decode:
-        out = paged_decode(
-            q, k_pages, v_pages, tables, lengths, scale=scale, window=window, pages_per_chunk=inputs.pages_per_chunk
-        )
+        out = paged_decode(q, k_pages, v_pages, tables, lengths, **options)
     else:
-        out = paged_prefill(q, k_pages, v_pages, tables, inputs.query_start, lengths, scale=scale, window=window)
+        out = paged_prefill(q, k_pages, v_pages, tables, inputs.query_start, lengths, **options)
     return out, k_pages, v_pages

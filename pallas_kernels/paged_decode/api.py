@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels import choice
 from pallas_kernels.paged_decode import xla
+from pallas_kernels.tiles import CPU, Tiles
 
 
 def paged_decode(
@@ -17,7 +18,7 @@ def paged_decode(
     *,
     scale: float,
     window: int | None = None,
-    pages_per_chunk: int = 4,
+    tiles: Tiles = CPU,
     implementation: choice.Implementation = None,
 ) -> jax.Array:
     """Attention of each sequence's newest token over its cache, itself included (append first).
@@ -26,7 +27,7 @@ def paged_decode(
     block_tables: [batch, width] i32, the pages of each sequence in order; lengths: [batch] i32, tokens in the cache;
     window: how many tokens back the query sees, itself included. Returns [batch, kv_heads, q_per_kv, head_dim], zero
     where the length is 0. Slots past a length, and pages of no sequence, may hold anything.
-    pages_per_chunk: pages that the XLA version reads at once.
+    tiles: how much the XLA version reads at once.
     Raises ValueError if shapes disagree.
     """
     batch, kv_heads, _, head_dim = q.shape
@@ -36,6 +37,4 @@ def paged_decode(
     choice.check_shape("lengths", lengths, (batch,))
     choice.check_window(window)
     choice.resolve("paged_decode", implementation)
-    return xla.paged_decode(
-        q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, pages_per_chunk=pages_per_chunk
-    )
+    return xla.paged_decode(q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, tiles=tiles)

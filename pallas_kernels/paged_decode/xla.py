@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
+from pallas_kernels.tiles import Tiles
 
 
 def paged_decode(
@@ -17,11 +18,11 @@ def paged_decode(
     *,
     scale: float,
     window: int | None = None,
-    pages_per_chunk: int,
+    tiles: Tiles,
 ) -> jax.Array:
-    """Shapes as in `api.paged_decode`. A chunk as wide as the table leaves no loop in the program."""
+    """Shapes as in `api.paged_decode`."""
     page_size, width = k_pages.shape[2], block_tables.shape[1]
-    chunk = min(pages_per_chunk, width)
+    chunk = width if tiles.decode_keys is None else min(max(1, tiles.decode_keys // page_size), width)
     span = chunk * page_size
     block_tables = jnp.pad(block_tables, ((0, 0), (0, -width % chunk)))
     heads = jnp.arange(q.shape[1])[None, :, None]

@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels import choice
 from pallas_kernels.paged_prefill import xla
+from pallas_kernels.tiles import CPU, Tiles
 
 
 def paged_prefill(
@@ -18,6 +19,7 @@ def paged_prefill(
     *,
     scale: float,
     window: int | None = None,
+    tiles: Tiles = CPU,
     implementation: choice.Implementation = None,
 ) -> jax.Array:
     """Causal attention of each sequence's newest tokens over its cache, themselves included (append first).
@@ -27,6 +29,7 @@ def paged_prefill(
     chunk is at position length - 1. k_pages, v_pages: [pages, kv_heads, page_size, head_dim]; block_tables:
     [batch, width] i32; window: how many tokens back a query sees, itself included. Returns the shape of q, zero for
     rows of no sequence. Slots past a length, and pages of no sequence, may hold anything.
+    tiles: how much the XLA version takes at once.
     Raises ValueError if shapes disagree.
     """
     batch, (_, kv_heads, _, head_dim) = lengths.shape[0], q.shape
@@ -36,4 +39,6 @@ def paged_prefill(
     choice.check_shape("query_start", query_start, (batch + 1,))
     choice.check_window(window)
     choice.resolve("paged_prefill", implementation)
-    return xla.paged_prefill(q, k_pages, v_pages, block_tables, query_start, lengths, scale=scale, window=window)
+    return xla.paged_prefill(
+        q, k_pages, v_pages, block_tables, query_start, lengths, scale=scale, window=window, tiles=tiles
+    )

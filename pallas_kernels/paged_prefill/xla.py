@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
+from pallas_kernels.tiles import Tiles
 
 
 def paged_prefill(
@@ -18,14 +19,13 @@ def paged_prefill(
     *,
     scale: float,
     window: int | None = None,
-    rows_per_block: int = 64,
-    keys_per_chunk: int = 256,
+    tiles: Tiles,
 ) -> jax.Array:
     """Shapes as in `api.paged_prefill`. A block holds rows of one sequence; sequences need not start on a multiple."""
     tokens, kv_heads, q_per_kv, head_dim = q.shape
     page_size, width = k_pages.shape[2], block_tables.shape[1]
-    rows = min(rows_per_block, tokens)
-    chunk = min(max(1, keys_per_chunk // page_size), width)
+    rows = min(tiles.prefill_rows, tokens)
+    chunk = min(max(1, tiles.prefill_keys // page_size), width)
     span = chunk * page_size
     block_tables = jnp.pad(block_tables, ((0, 0), (0, -width % chunk)))
     q = jnp.pad(q, ((0, rows), (0, 0), (0, 0), (0, 0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_decode import paged_decode, reference
+from pallas_kernels.tiles import CPU
 from tests.pallas_kernels.paged_cases import Layout, make_cache, normal, tolerance
 
 IMPLEMENTATIONS = ["reference", "xla"]
@@ -25,12 +27,13 @@ CASES = [
     (Layout(80, 1, 3, page_size=16, width=8, window=37), 2),
     (Layout(64, 3, 1, page_size=4, width=9, window=6), 9),
     (Layout(96, 1, 4, page_size=16, width=4, window=1000), 64),
+    (Layout(64, 2, 2, page_size=16, width=5, window=21), None),
 ]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "pages_per_chunk"))
-def jitted(*args, scale, window, pages_per_chunk):
-    return paged_decode(*args, scale=scale, window=window, pages_per_chunk=pages_per_chunk, implementation="xla")
+@functools.partial(jax.jit, static_argnames=("scale", "window", "tiles"))
+def jitted(*args, scale, window, tiles):
+    return paged_decode(*args, scale=scale, window=window, tiles=tiles, implementation="xla")
 
 
 def attend(implementation, q, cache, lengths, layout, pages_per_chunk=2, dtype="float32"):
@@ -40,7 +43,9 @@ def attend(implementation, q, cache, lengths, layout, pages_per_chunk=2, dtype="
             q, cache.k, cache.v, cache.tables, lengths, scale=layout.scale, window=layout.window
         )
     args = (q.astype(dtype), cache.k.astype(dtype), cache.v.astype(dtype), cache.tables, lengths)
-    out = jitted(*args, scale=layout.scale, window=layout.window, pages_per_chunk=pages_per_chunk)
+    keys = None if pages_per_chunk is None else pages_per_chunk * layout.page_size
+    tiles = dataclasses.replace(CPU, decode_keys=keys)
+    out = jitted(*args, scale=layout.scale, window=layout.window, tiles=tiles)
     assert out.dtype == dtype
     return np.asarray(out, np.float32)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_prefill import paged_prefill, reference, xla
+from pallas_kernels.tiles import Tiles
 from tests.pallas_kernels.paged_cases import Layout, make_cache, normal, tolerance
 
 IMPLEMENTATIONS = ["reference", "xla", "xla_small_blocks"]
@@ -19,7 +20,8 @@ SMALL = Layout(head_dim=64, kv_heads=2, q_per_kv=3, page_size=4, width=9)
 JITTED = {
     "xla": jax.jit(functools.partial(paged_prefill, implementation="xla"), static_argnames=("scale", "window")),
     "xla_small_blocks": jax.jit(
-        functools.partial(xla.paged_prefill, rows_per_block=8, keys_per_chunk=32), static_argnames=("scale", "window")
+        functools.partial(xla.paged_prefill, tiles=Tiles(None, prefill_rows=8, prefill_keys=32)),
+        static_argnames=("scale", "window"),
     ),
 }
 
