@@ -35,7 +35,7 @@ def full_forward(llm: LLM, output: RequestOutput, index: int = 0) -> np.ndarray:
 
 
 def assert_listed(listed: Sequence[dict], rows: np.ndarray, chosen: Sequence[int], atol: float = 1e-4) -> None:
-    """`listed` (token id → Logprob per position) has the values and ranks of `rows` [positions, vocab], and `chosen`."""
+    """`listed` (per position, token id → Logprob) has values and ranks of `rows` [positions, vocab], and `chosen`."""
     assert len(listed) == len(rows) == len(chosen)
     for entries, row, own in zip(listed, rows, chosen, strict=True):
         assert own in entries
