@@ -161,11 +161,12 @@ class LLM:
         try:
             while outputs:
                 self.engine.step()
-                for output in outputs:
+                for output in list(outputs):
                     delta = output.take_delta()
+                    if delta.finish_reason:  # told, not just finished: other callers step the engine too
+                        outputs.remove(output)
                     if delta.token_ids or delta.text or delta.finish_reason:
                         yield delta
-                outputs = [output for output in outputs if not output.request.finished]
         finally:
             for request in requests:
                 self.engine.abort(request)
