@@ -10,6 +10,7 @@ import pytest
 
 from jaxinfer import LLM
 from tests import tiny
+from tests.jaxinfer import successor
 
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 TINY: dict[str, Any] = {
@@ -59,6 +60,20 @@ def golden():
             return dict(file)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def successor_llm(tmp_path_factory):
+    folder = successor.write(tmp_path_factory.mktemp("successor"))
+    return LLM(str(folder), **{**TINY, "skip_tokenizer_init": False, "max_model_len": 64})
+
+
+@pytest.fixture(name="successor")
+def idle_successor(successor_llm):
+    """The LLM of tests/jaxinfer/successor.py: it says what it is told. Idle before a test and after it."""
+    assert_idle(successor_llm)
+    yield successor_llm
+    assert_idle(successor_llm)
 
 
 def assert_idle(llm: LLM) -> None:

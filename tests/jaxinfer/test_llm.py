@@ -1,0 +1,152 @@
+"""The Python API: prompts in all forms, chats, streams that are left early, and interrupts."""
+
+import gc
+import time
+
+import pytest
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.config import ModelConfig, RopeConfig
+from tests.jaxinfer.conftest import TINY, assert_idle
+from tests.jaxinfer.prompts import ids, tokens
+from tests.jaxinfer.successor import BOS, byte_ids
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+LONG = SamplingParams(temperature=0.0, max_tokens=40)
+
+
+def texts(outputs):
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_prompts_come_as_text_or_ids_alone_or_in_lists(successor):
+    assert texts(successor.generate("a", GREEDY)) == ["bcdefghi"]
+    assert texts(successor.generate({"prompt": "b"}, GREEDY)) == ["cdefghij"]
+    outputs = successor.generate(["c", {"prompt": "6"}, {"prompt_token_ids": byte_ids("xy")}], GREEDY)
+    assert texts(outputs) == ["defghijk", "789", "zabcdefg"]
+    assert [output.prompt for output in outputs] == ["c", "6", None]
+    assert [output.prompt_token_ids for output in outputs] == [
+        [BOS, *byte_ids("c")],
+        [BOS, *byte_ids("6")],
+        byte_ids("xy"),
+    ]
+    assert successor.generate([], GREEDY) == []
+
+
+def test_each_prompt_may_have_its_own_params(successor):
+    params = [SamplingParams(temperature=0.0, max_tokens=length) for length in (3, 1, 5, 2, 4, 6)]
+    assert texts(successor.generate(["a"] * 6, params)) == ["bcd", "b", "bcdef", "bc", "bcde", "bcdefg"]
+    with pytest.raises(ValueError, match="2 sampling params for 3 prompts; pass one for all, or one per prompt"):
+        successor.generate(["a"] * 3, params[:2])
+    assert len(successor.generate("a")[0].outputs[0].token_ids) == 16
+
+
+def test_outputs_have_ids_of_their_own_and_times_in_order(successor):
+    before = time.monotonic()
+    outputs = successor.generate(["a", "b", "c"], GREEDY)
+    assert len({output.request_id for output in outputs}) == 3
+    for output in outputs:
+        metrics = output.metrics
+        assert before <= metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time <= time.monotonic()
+        assert metrics.time_to_first_token == metrics.first_token_time - metrics.arrival_time
+        assert (metrics.num_preemptions, output.finished) == (0, True)
+
+
+def test_log_probabilities_carry_the_text_of_their_tokens(successor):
+    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=1, prompt_logprobs=0)
+    [output] = successor.generate("a", params)
+    assert [entries[t].decoded_token for entries, t in zip(output.outputs[0].logprobs, byte_ids("bc"))] == ["b", "c"]
+    assert output.prompt_logprobs[1][byte_ids("a")[0]].decoded_token == "a"
+
+
+def test_a_chat_goes_through_the_template_and_gets_one_bos(successor):
+    messages = [{"role": "user", "content": "hi"}]
+    [output] = successor.chat(messages, GREEDY)
+    assert output.prompt_token_ids == [BOS, *byte_ids("hi:")]
+    assert output.outputs[0].text == "klmnopqr"
+    outputs = successor.chat([messages, [{"role": "user", "content": "5"}]], GREEDY, add_generation_prompt=False)
+    assert texts(outputs) == ["jklmnopq", "6789"]
+    assert "".join(delta.text for delta in successor.stream_chat(messages, GREEDY)) == "klmnopqr"
+    with pytest.raises(ValueError, match="no messages"):
+        successor.chat([[]], GREEDY)
+
+
+@pytest.mark.parametrize("leave", ["close", "drop", "break"])
+def test_a_stream_left_early_frees_its_pages(leave, successor):
+    stream = successor.stream("a", SamplingParams(temperature=0.0, max_tokens=40, n=3))
+    assert next(stream).text == "b"
+    assert successor.engine.has_unfinished
+    if leave == "close":
+        stream.close()
+    elif leave == "drop":
+        del stream
+        gc.collect()
+    else:
+        for _ in stream:
+            break
+        del stream
+        gc.collect()
+    assert_idle(successor)
+    assert texts(successor.generate(["a", "6"], GREEDY)) == ["bcdefghi", "789"]
+
+
+def test_a_stream_that_is_not_read_takes_nothing(successor):
+    stream = successor.stream("a", GREEDY)
+    assert_idle(successor)
+    assert "".join(delta.text for delta in stream) == "bcdefghi"
+
+
+def test_streams_interleave_with_each_other_and_with_generate(successor):
+    first, second = successor.stream("a", LONG), successor.stream("m", SamplingParams(temperature=0.0, max_tokens=9))
+    one, other = next(first).text, next(second).text
+    assert texts(successor.generate(["0", "t"], GREEDY)) == ["12345678", "uvwxyzab"]
+    other += next(second).text
+    one += next(first).text
+    other += "".join(delta.text for delta in second)
+    one += "".join(delta.text for delta in first)
+    assert one == ("abcdefghijklmnopqrstuvwxyz" * 2)[1:41]
+    assert other == "nopqrstuv"
+    assert_idle(successor)
+
+
+@pytest.mark.parametrize("where", ["run", "_postprocess"])
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_an_interrupt_frees_everything_and_the_llm_goes_on(where, after, successor, monkeypatch):
+    """Ctrl-C before a step is dispatched, and while its result is read; six requests for four slots."""
+    target = successor.engine._runner if where == "run" else successor.engine
+    original, calls = getattr(target, where), []
+
+    def interrupted(argument):
+        calls.append(argument)
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        return original(argument)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            successor.generate(list("abcdef"), LONG)
+    assert_idle(successor)
+    assert texts(successor.generate(list("amq0"), GREEDY)) == ["bcdefghi", "nopqrstu", "rstuvwxy", "12345678"]
+    assert_idle(successor)
+
+
+def test_random_weights_need_no_checkpoint_and_follow_the_seed():
+    config = ModelConfig("llama", 97, 32, 1, 4, 2, 8, 16, 64, RopeConfig())
+
+    def run(seed):
+        llm = LLM(config, **{**TINY, "max_model_len": None}, seed=seed)
+        assert llm.engine_config.max_model_len == 64
+        prompt = {"prompt_token_ids": [3, 5, 7]}
+        return tokens(llm.generate(prompt, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)))
+
+    assert run(0) == run(0) != run(1)
+
+
+def test_without_a_tokenizer_text_is_refused(models):
+    llm = models("llama")
+    for call in (lambda: llm.generate("hi"), lambda: llm.chat([{"role": "user", "content": "hi"}])):
+        with pytest.raises(ValueError, match=r"has no tokenizer .*; pass \{\"prompt_token_ids\": \[…\]\}"):
+            call()
+    assert len(llm.generate(ids(3), GREEDY)[0].outputs[0].token_ids) == 8
+    assert llm.generate(ids(3), GREEDY)[0].outputs[0].text == ""
