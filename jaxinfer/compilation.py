@@ -5,20 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from jaxinfer.folders import cache_folder
+
 if TYPE_CHECKING:
     import jax
-
-
-def cache_folder() -> Path:
-    """Where files that can be made again are kept: $JAXINFER_CACHE, or jaxinfer in the user's cache folder."""
-    if folder := os.environ.get("JAXINFER_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer"
 
 
 def enable_cache() -> None:

@@ -6,13 +6,14 @@ import contextlib
 import hashlib
 import importlib.util
 import logging
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from jaxinfer.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +25,6 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NAME = "SmolLM2-135M-Instruct"
 DTYPE = "float32"
 """Of the native copy, so that it answers exactly as the GGUF file does."""
-
-
-def cache_folder() -> Path:
-    """Where fetched models are kept: $JAXINFER_CACHE, or `jaxinfer` in $XDG_CACHE_HOME or in ~/.cache."""
-    if folder := os.environ.get("JAXINFER_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxinfer"
 
 
 def fetch_demo(progress: bool = True) -> Path:

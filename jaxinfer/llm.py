@@ -136,12 +136,14 @@ class LLM:
         requests = [request for group in groups for request in group]
         for request in requests:
             self.engine.check(request)
-        outputs = {request: self.engine.add(request) for request in requests}
+        outputs, finished = {request: self.engine.add(request) for request in requests}, 0
         try:
             with tqdm(total=len(requests), desc="Generating", unit="seq", disable=not self._progress) as bar:
-                while any(not request.finished for request in requests):
-                    self.engine.step()
-                    bar.update(sum(request.finished for request in requests) - bar.n)
+                while finished < len(requests):
+                    done = sum(output.request.finished for output in self.engine.step() if output.request in outputs)
+                    finished += done
+                    if done:
+                        bar.update(done)
         finally:
             for request in requests:
                 self.engine.abort(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def free_bytes(mesh: Mesh, temporaries: int) -> int:
     """Bytes each device of the mesh has left for the cache, besides the temporaries of a step."""
     devices = list(mesh.devices.flat)
     if devices[0].platform == "cpu":
-        return int(_free_host_bytes() * CPU_SHARE / len(devices)) - temporaries
+        # A power of two, or no two starts would find the same memory free, nor each other's compiled programs.
+        return int(2 ** int(math.log2(_free_host_bytes())) * CPU_SHARE / len(devices)) - temporaries
     stats = [device.memory_stats() for device in mesh.local_devices]
     return min(stat["bytes_limit"] - stat["bytes_in_use"] for stat in stats) - temporaries
 

@@ -168,14 +168,3 @@ def test_a_cache_folder_that_cannot_be_made(index, monkeypatch, tmp_path):
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(OSError, match=r"cannot use the cache folder .*; set JAXINFER_CACHE to a folder that you can"):
         demo.fetch_demo()
-
-
-def test_cache_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("JAXINFER_CACHE", raising=False)
-    assert demo.cache_folder() == tmp_path / ".cache" / "jaxinfer"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert demo.cache_folder() == tmp_path / "xdg" / "jaxinfer"
-    monkeypatch.setenv("JAXINFER_CACHE", "~/models")
-    assert demo.cache_folder() == tmp_path / "models"
