@@ -54,7 +54,7 @@ class Simulation:
         self.scheduler.schedule = self.checked_schedule
         self.accepted: dict[Request, Arrival] = {}
         self.outputs: dict[Request, OutputBuilder] = {}
-        self.preemptions = 0
+        self.preempted: list[tuple[int, bool]] = []  # number, and whether its prompt was scored in part
 
     def checked_schedule(self) -> list[Scheduled]:
         s, before, free = self.scheduler, list(self.scheduler.running), [p.num_free for p in self.scheduler.pools]
@@ -67,7 +67,7 @@ class Simulation:
         assert order == sorted(order)
         gone = [r for r in before if r.status is Status.WAITING]
         assert before[len(before) - len(gone) :] == gone
-        self.preemptions += len(gone)
+        self.preempted += [(int(r.request_id), 0 < r.num_prompt_scored < r.num_prompt_rows) for r in gone]
         if gone:
             assert min(free) < sum(part.count for part in scheduled) + s.page_size * len(gone)
             assert not [part for part in scheduled if part.request not in before], "admitted while preempting"

@@ -120,6 +120,24 @@ def test_which_batches_are_scored(params, scored):
     assert builder().build([part(made, 0, 3)]).shape.scored == (params.get("logprobs") == -1)
 
 
+def test_a_scored_decode_returns_rows_too():
+    made = request([1, 2], [3], logprobs=-1)
+    assert builder().build([part(made, 2, 1)]).shape == BatchShape(16, 4, 16, 2, False, "branch", scored=True)
+
+
+def test_scored_batches_are_padded_to_their_own_limit():
+    engine = EngineConfig(max_model_len=400, max_num_seqs=300, max_num_batched_tokens=700)
+    make = builder(engine, groups=1)
+    parts = [part(request([0] * 290, pages=[[0] * 5], logprobs=-1), 0, 290)]
+    assert make.shape(parts).tokens == make.max_scored_tokens == 300
+    assert make.shape(parts) in make.shapes()
+
+
+def test_prompt_logprobs_alone_ask_for_logprobs():
+    made = request([1, 2], temperature=0.0, prompt_logprobs=1)
+    assert builder().build([part(made, 0, 2)]).arrays["flags"].tolist() == [0, 0, 1]
+
+
 def test_end_and_stop_ids_are_suppressed_until_min_tokens():
     def suppressed(output, unread=0, min_tokens=3):
         made = request([5, 6], output, unread=unread, min_tokens=min_tokens, ends=(9, 2), stop_token_ids=[7, 2])

@@ -147,6 +147,13 @@ def test_what_is_left_after_the_filters(probabilities, params, kept):
     assert set(draws(logits_of(*probabilities), **params).tolist()) == kept
 
 
+def test_a_row_that_filters_nothing_keeps_the_tail_next_to_one_that_does():
+    """In float32 the likely tokens alone sum to 1 here."""
+    logits = np.asarray([[0.0, -20.0, -30.0, -40.0]] * 2, np.float32)
+    kept = np.isfinite(sampler._filter(logits, inputs({}, {"top_p": 0.9})))
+    np.testing.assert_array_equal(kept, [[True] * 4, [True, False, False, False]])
+
+
 @pytest.mark.parametrize("temperature", [2e-38, 1e-30, 1e-6])
 def test_a_temperature_near_zero_is_greedy(temperature):
     """Logits divided by it overflow float32; the largest must still win."""

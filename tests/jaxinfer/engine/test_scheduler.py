@@ -220,14 +220,14 @@ def workloads(draw):
         requests.append(
             Arrival(
                 prompt,
-                limit=min(40, len(prompt) + draw(st.integers(1, 20))),
+                limit=min(40, len(prompt) + draw(st.integers(1, 24))),
                 ends=frozenset(draw(st.lists(st.integers(0, VOCAB - 1), max_size=2))),
                 prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
-                step=draw(st.integers(0, 12)),
-                aborts=draw(st.none() | st.none() | st.integers(0, 25)),
+                step=draw(st.integers(0, 8)),
+                aborts=draw(st.sampled_from([None] * 5 + [1, 3, 8, 16])),
             )
         )
-    num_pages = tuple(draw(st.integers(1, 44 // page_size)) for _ in windows)
+    num_pages = tuple(draw(st.integers(-(-16 // page_size), 44 // page_size)) for _ in windows)
     return Workload(tuple(CacheGroup(w, (i,)) for i, w in enumerate(windows)), num_pages, engine, requests)
 
 
@@ -241,11 +241,21 @@ def test_any_workload_finishes_with_every_read_right_and_every_page_back(workloa
 @pytest.mark.parametrize("windows", [(None,), (None, 5), (3, None, 9)])
 def test_a_crowded_pool_preempts_and_disturbs_nobody(steps_in_flight, windows):
     """Eight long requests in a pool for two: many preemptions, and the same ids as alone."""
-    engine = EngineConfig(40, 5, 12, steps_in_flight, cache=CacheConfig(page_size=4))
     groups = tuple(CacheGroup(window, (i,)) for i, window in enumerate(windows))
-    requests = [
-        Arrival([n + 1] * (3 + n), limit=36, step=n, prompt_logprobs=0 if n in (2, 5) else None) for n in range(8)
-    ]
-    simulation = Simulation(Workload(groups, (13,) * len(groups), engine, requests))
+    arrivals = [Arrival([n + 1] * (3 + n), limit=36, step=n) for n in range(8)]
+    assert len(crowded(groups, 13, 12, 5, steps_in_flight, arrivals).preempted) >= 3
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_a_prompt_preempted_while_it_is_scored_is_scored_once(steps_in_flight):
+    """Two short ones grow and take the pages of a long prompt that gets one token a step."""
+    arrivals = [Arrival([n + 1] * size, limit=30, prompt_logprobs=0) for n, size in enumerate((1, 1, 24))]
+    simulation = crowded((FULL,), 10, 3, 3, steps_in_flight, arrivals)
+    assert (2, True) in simulation.preempted
+
+
+def crowded(groups, pages, tokens, seqs, steps_in_flight, arrivals):
+    engine = EngineConfig(40, seqs, tokens, steps_in_flight, cache=CacheConfig(page_size=4))
+    simulation = Simulation(Workload(groups, (pages,) * len(groups), engine, arrivals))
     simulation.run()
-    assert simulation.preemptions >= 3
+    return simulation

@@ -61,6 +61,9 @@ CASES = [
     (YARN, 64, yarn),
     (RopeConfig(150_000.0, "yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False), 64, yarn),
     (RopeConfig(10_000.0, "yarn", 4.0, 32, beta_fast=24.0, beta_slow=2.0), 16, yarn),
+    # Slow pairs still turn often within the trained length: the ramp ends past the last pair, at head_dim at most.
+    (RopeConfig(100.0, "yarn", 4.0, 4096), 16, yarn),
+    (RopeConfig(10.0, "yarn", 4.0, 4096, beta_fast=300.0), 16, yarn),
 ]
 
 
