@@ -160,7 +160,7 @@ def time_steps(config: str, tensor: int) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, batch in batches.items():
         rows[name] = dataclasses.asdict(bench.time(batch, STEPS))
-        if tensor > 1:
+        if tensor > 1 and jax.default_backend() == "gpu":
             rows[name]["all_reduce_share"] = all_reduce_share(bench, batch)
     assert bench.runner.state is not None
     return {
@@ -172,37 +172,10 @@ def time_steps(config: str, tensor: int) -> dict[str, Any]:
 
 
 def all_reduce_share(bench: StepBench, batch: Batch) -> float:
-    """Share of the kernels' time on the first GPU that all-reduces take, waiting for the others included.
-
-    Profiled in a program without CUDA graphs, whose kernels the profiler sees one by one.
-    """
-    runner = bench.runner
-    assert runner.state is not None
-    program = runner.lower(batch.shape, runner.state).compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
-    packed = batch.pack()
-    _, runner.state = jax.block_until_ready(program(bench.weights, runner.state, packed))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(5):
-                output, runner.state = program(bench.weights, runner.state, packed)
-            jax.block_until_ready(output)
-        [file] = Path(folder).rglob("*.xplane.pb")
-        events = kernel_times(jax.profiler.ProfileData.from_file(str(file)))
-    total = sum(events.values())
-    reduces = sum(ns for name, ns in events.items() if "allreduce" in name.lower().replace("_", "").replace("-", ""))
-    return reduces / total if total else float("nan")
-
-
-def kernel_times(profile: Any) -> dict[str, float]:
-    """Kernel name → nanoseconds on the first GPU."""
-    times: dict[str, float] = {}
-    for plane in profile.planes:
-        if plane.name == "/device:GPU:0":
-            for line in plane.lines:
-                if line.name.startswith("Stream"):
-                    for event in line.events:
-                        times[event.name] = times.get(event.name, 0.0) + event.duration_ns
-    return times
+    """Share of the kernels' time on the first GPU that all-reduces take, waiting for the others included."""
+    kernels = bench.profile(batch)
+    plain = {name.lower().replace("_", "").replace("-", ""): ms for name, ms in kernels.items()}
+    return sum(ms for name, ms in plain.items() if "allreduce" in name) / sum(plain.values())
 
 
 def bytes_per_device(tree: Any) -> dict[str, int]:

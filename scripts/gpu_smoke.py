@@ -5,7 +5,8 @@
 1. Tiny random models in float32 against what transformers computes for them (tests/goldens).
 2. With --model, a chat model's answer to "What is the capital of France?".
 3. A Llama-3-8B shape with random bfloat16 weights: the decode step at 640 tokens of context and the prefill of 2048
-   tokens; milliseconds from step to step with the host running ahead, and how long the host took to dispatch one.
+   tokens; milliseconds from step to step with the host running ahead, how long the host took to dispatch one, and, from
+   a profile, which kernels the time goes to.
 """
 
 from __future__ import annotations
@@ -102,11 +103,22 @@ def time_steps() -> list[dict[str, float | str]]:
             f"{size / timed.step_ms * 1e3:.0f} tok/s, {(weights + kv) / timed.step_ms * 1e3:.0f} GB/s",
             flush=True,
         )
+        kernels = by_kind(bench.profile(batch))
+        print("    kernels: " + ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in kernels.items()), flush=True)
         name = f"decode, batch {size}"
-        rows.append({"step": name, **dataclasses.asdict(timed), "weights_gb": weights, "kv_gb": kv})
+        rows.append({"step": name, **dataclasses.asdict(timed), "weights_gb": weights, "kv_gb": kv, **kernels})
     timed = bench.time(prefill, STEPS // 5)
     print(f"prefill of {PREFILL}: {timed.step_ms:.1f} ms, {PREFILL / timed.step_ms * 1e3:.0f} tok/s", flush=True)
     return [*rows, {"step": f"prefill {PREFILL}", **dataclasses.asdict(timed)}]
+
+
+def by_kind(kernels: dict[str, float]) -> dict[str, float]:
+    """Milliseconds by what kernels do; XLA's and cuBLAS's names tell."""
+    kinds = {"matrix products": 0.0, "page gathers": 0.0, "other": 0.0}
+    for name, ms in kernels.items():
+        product = any(word in name for word in ("gemm", "nvjet", "cutlass", "dot"))
+        kinds["matrix products" if product else "page gathers" if "gather_select" in name else "other"] += ms
+    return kinds
 
 
 if __name__ == "__main__":

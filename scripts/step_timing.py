@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +73,32 @@ class StepBench:
         host = time.perf_counter() - start
         jax.block_until_ready(outputs)
         return StepTime((time.perf_counter() - start) / steps * 1e3, host / steps * 1e3)
+
+    def profile(self, batch: Batch, steps: int = 3) -> dict[str, float]:
+        """Kernel → milliseconds a step takes in it on the first GPU.
+
+        Of a program without CUDA graphs, whose kernels the profiler sees one by one. Numbers in names are left out, so
+        that the kernels of all layers add up.
+        """
+        state = self.runner.state
+        program = self.runner.lower(batch.shape, state).compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+        packed = batch.pack()
+        output, state = jax.block_until_ready(program(self.weights, state, packed))
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                for _ in range(steps):
+                    output, state = program(self.weights, state, packed)
+                jax.block_until_ready(output)
+            [file] = Path(folder).rglob("*.xplane.pb")
+            profile = jax.profiler.ProfileData.from_file(str(file))
+        self.runner.state = state
+        times: Counter[str] = Counter()
+        for plane in profile.planes:
+            if plane.name == "/device:GPU:0":
+                for line in plane.lines:
+                    for event in line.events if line.name.startswith("Stream") else ():
+                        times[re.sub(r"[\d_.]+", "_", event.name)] += event.duration_ns / 1e6 / steps
+        return dict(times)
 
 
 def _part(slot: int, pages: list[int], start: int, count: int) -> Scheduled:
