@@ -213,7 +213,7 @@ class BatchBuilder:
 
     def _fill_sampling(self, arrays: dict[str, NDArray], number: int, part: Scheduled) -> None:
         request, params = part.request, part.request.params
-        arrays["temperature"][number] = params.temperature
+        arrays["temperature"][number] = min(params.temperature, float(np.finfo(np.float32).max))
         arrays["top_k"][number] = min(params.top_k, NO_ID)
         arrays["top_p"][number] = params.top_p
         arrays["min_p"][number] = params.min_p

@@ -158,6 +158,12 @@ def test_a_chunk_that_samples_nothing_may_have_any_number_of_stop_ids():
     assert (builder().build([part(made, 0, 32)]).arrays["suppressed"] == NO_ID).all()
 
 
+def test_a_temperature_past_float32_stays_finite():
+    """Suppressed ids are at −inf, and −inf / inf would be NaN, which an argmax picks."""
+    made = request([1, 2], temperature=1e39)
+    assert np.isfinite(builder().build([part(made, 0, 2)]).arrays["temperature"][0])
+
+
 def test_a_top_k_past_int32_keeps_all():
     made = request([1, 2], top_k=2**31)
     assert builder().build([part(made, 0, 2)]).arrays["top_k"][0] >= 2**31 - 1
