@@ -136,8 +136,8 @@ class LLM:
         requests = [request for group in groups for request in group]
         for request in requests:
             self.engine.check(request)
-        outputs, finished = {request: self.engine.add(request) for request in requests}, 0
         try:
+            outputs, finished = {request: self.engine.add(request) for request in requests}, 0
             with tqdm(total=len(requests), desc="Generating", unit="seq", disable=not self._progress) as bar:
                 while finished < len(requests):
                     done = sum(output.request.finished for output in self.engine.step() if output.request in outputs)
@@ -159,8 +159,8 @@ class LLM:
         return self._deltas(requests)
 
     def _deltas(self, requests: list[Request]) -> Iterator[TextDelta]:
-        outputs = [self.engine.add(request) for request in requests]
         try:
+            outputs = [self.engine.add(request) for request in requests]
             while outputs:
                 self.engine.step()
                 for output in list(outputs):

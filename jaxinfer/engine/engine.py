@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.batch import BatchBuilder
+from jaxinfer.engine.interrupts import interrupts_held
 from jaxinfer.engine.output import OutputBuilder
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.sampler import RowLogprobs
@@ -61,6 +62,7 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._outputs)
 
+    @interrupts_held()
     def add(self, request: Request) -> OutputBuilder:
         """Queue a request that `check` accepts."""
         self.check(request)
@@ -69,12 +71,14 @@ class Engine:
         self._outputs[request] = output
         return output
 
+    @interrupts_held()
     def abort(self, request: Request) -> None:
         """End a request now and free its pages; one that is finished is left alone."""
         if output := self._outputs.pop(request, None):
             output.finish("abort")
             self.scheduler.finish(request)
 
+    @interrupts_held()
     def step(self) -> list[OutputBuilder]:
         """Dispatch a step, and read the oldest one once enough are in flight. Returns the outputs that grew."""
         if scheduled := self.scheduler.schedule():
