@@ -1,6 +1,7 @@
 """The Python API: prompts in all forms, chats, streams that are left early, and interrupts."""
 
 import gc
+import signal
 import time
 
 import pytest
@@ -109,25 +110,59 @@ def test_streams_interleave_with_each_other_and_with_generate(successor):
     assert_idle(successor)
 
 
-@pytest.mark.parametrize("where", ["run", "_postprocess"])
+@pytest.fixture
+def sigint():
+    """Ctrl-C raises KeyboardInterrupt, as in a program of its own; test runners may ignore it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def interrupting(call, after, first):
+    """`call`, with Ctrl-C pressed in its `after`-th run: at the start, or when it has done its work."""
+    runs = []
+
+    def wrapped(*args):
+        runs.append(args)
+        if first and len(runs) == after:
+            signal.raise_signal(signal.SIGINT)
+        result = call(*args)
+        if not first and len(runs) == after:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    return wrapped
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "behind"])
+@pytest.mark.parametrize("where", ["schedule", "execute", "postprocess", "add", "between"])
 @pytest.mark.parametrize("after", [1, 2, 5])
-def test_an_interrupt_frees_everything_and_the_llm_goes_on(where, after, successor, monkeypatch):
-    """Ctrl-C before a step is dispatched, and while its result is read; six requests for four slots."""
-    target = successor.engine._runner if where == "run" else successor.engine
-    original, calls = getattr(target, where), []
-
-    def interrupted(argument):
-        calls.append(argument)
-        if len(calls) == after:
-            raise KeyboardInterrupt
-        return original(argument)
-
+@pytest.mark.usefixtures("sigint")
+def test_an_interrupt_frees_everything_and_the_llm_and_other_streams_go_on(where, after, first, successor, monkeypatch):
+    """Six requests for four slots, one of which a stream holds, interrupted wherever it hurts: the step that holds
+    the cache is not given up, and no request is forgotten."""
+    engine = successor.engine
+    stream = successor.stream("0a", LONG)
+    heard = next(stream).text
     with monkeypatch.context() as patch:
-        patch.setattr(target, where, interrupted)
+        if where == "execute":
+            executables = engine._runner._executables
+            patch.setattr(
+                engine._runner, "_executables", {s: interrupting(e, after, first) for s, e in executables.items()}
+            )
+        else:
+            target, name = {
+                "schedule": (engine.scheduler, "schedule"),
+                "postprocess": (engine, "_postprocess"),
+                "add": (engine.scheduler, "add"),
+                "between": (engine, "step"),
+            }[where]
+            patch.setattr(target, name, interrupting(getattr(target, name), after, first))
         with pytest.raises(KeyboardInterrupt):
             successor.generate(list("abcdef"), LONG)
-    assert_idle(successor)
+    assert len(engine._outputs) == len(engine.scheduler.running) + len(engine.scheduler.waiting) == 1
     assert texts(successor.generate(list("amq0"), GREEDY)) == ["bcdefghi", "nopqrstu", "rstuvwxy", "12345678"]
+    assert heard + "".join(delta.text for delta in stream) == ("abcdefghijklmnopqrstuvwxyz" * 2)[1:41]
     assert_idle(successor)
 
 
