@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from convert.families.table import some
-from convert.gguf_header import GgufHeader
+from convert.gguf_header import GgufHeader, gguf_package
 from convert.tensors import TensorInfo
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -21,23 +20,15 @@ _STORED: dict[str, Any] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16
 _QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
-def gguf_package() -> Any:
-    """The optional gguf package. Raises ImportError saying how to install it."""
-    try:
-        return importlib.import_module("gguf")
-    except ImportError as error:
-        raise ImportError("reading a GGUF file needs the gguf package: pip install 'jaxinfer[gguf]'") from error
-
-
 class GgufReader:
-    """The tensors of a file. Raises ValueError for quantized types not supported and for a file cut short."""
+    """The tensors of a file. Raises ValueError for quantized types not supported."""
 
     def __init__(self, path: Path, header: GgufHeader):
         self._path = path
         self._header = header
         self._gguf = gguf_package()
         self.tensors: dict[str, TensorInfo] = {}
-        refused, beyond = [], []
+        refused = []
         for name, tensor in header.tensors.items():
             kind = self._kind(tensor.type)
             if kind not in _STORED and kind not in _QUANTIZED:
@@ -46,15 +37,11 @@ class GgufReader:
             block, size = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType[kind]]
             nbytes = math.prod(tensor.shape) // block * size
             self.tensors[name] = TensorInfo(tensor.shape, kind, nbytes)
-            if tensor.offset + nbytes > path.stat().st_size:
-                beyond.append(name)
         if refused:
             raise ValueError(
                 f"{path}: quantization types not supported: {some(refused)}; "
                 f"supported: {', '.join([*_STORED, *_QUANTIZED])}"
             )
-        if beyond:
-            raise ValueError(f"{path} is cut short: {some(beyond)} lie beyond its end; download it again")
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop): float32 if quantized, else in the stored dtype."""

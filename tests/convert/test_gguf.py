@@ -9,7 +9,6 @@ import pytest
 
 import convert
 from convert.families import model_config
-from convert.gguf_header import read_header
 from tests import tiny
 from tests.convert.gguf_files import gguf_tensors, write_gguf
 from tests.convert.meshed import assert_same, load_flat
@@ -90,14 +89,6 @@ def test_quantized_types(kind, tmp_path, monkeypatch):
     keys = loaded["layers.0.attention.qkv"][:, :, 4].reshape(256, -1).T
     np.testing.assert_array_equal(keys, stored["blk.0.attn_k.weight"])
     assert loaded["embed.weight"].std() > 0.01
-
-
-def test_header_equals_the_gguf_packages(tmp_path):
-    path = write_case("llama", tmp_path / "tiny.gguf", metadata=[("x.flag", True), ("x.ratio", 0.25)])
-    header, reader = read_header(path), gguf.GGUFReader(path)
-    theirs = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    assert header.metadata == theirs
-    assert {name: t.offset for name, t in header.tensors.items()} == {t.name: t.data_offset for t in reader.tensors}
 
 
 def rope_of(tmp_path, metadata, tensors=None, **fields):
@@ -198,15 +189,15 @@ def test_architecture_type_and_tensors_refused(tmp_path):
 def test_damaged_files_are_refused(tmp_path):
     whole = write_case("qwen2", tmp_path / "w.gguf").read_bytes()
     cut = tmp_path / "cut.gguf"
-    for length, message in ((len(whole) - 5000, "is cut short: .*lie beyond its end"), (600, "cut off or damaged")):
+    for length in (len(whole) - 5000, 600):
         cut.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="if it is cut off or damaged, download it again"):
             convert.open_checkpoint(cut)
     cut.write_bytes(b"GGML" + whole[4:])
     with pytest.raises(ValueError, match="is not a GGUF file"):
         convert.open_checkpoint(cut)
     cut.write_bytes(whole[:4] + b"\x01" + whole[5:])
-    with pytest.raises(ValueError, match="is GGUF version 1"):
+    with pytest.raises(ValueError, match=r"cannot be read .*version 1"):
         convert.open_checkpoint(cut)
 
 
