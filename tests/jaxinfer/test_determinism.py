@@ -29,6 +29,12 @@ def test_different_seeds_differ(llm):
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 6
 
 
+def test_every_position_draws_anew(llm):
+    """At this temperature all ids are equally likely: the same draw each time would repeat one."""
+    [output] = llm.generate(ids(9), sampled(seed=1, temperature=1e6, max_tokens=100))
+    assert len(set(output.outputs[0].token_ids)) > 60
+
+
 def test_greedy_ignores_the_seed(llm):
     outputs = llm.generate([ids(9)] * 4, [sampled(temperature=0.0, seed=seed) for seed in range(4)])
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
@@ -56,7 +62,7 @@ def test_requests_without_a_seed_follow_the_seed_of_the_llm(models):
 
 def test_a_draw_follows_the_distribution(llm):
     """400 first tokens at temperature 2, filtered to 4 ids, against the softmax of the reported log-probabilities."""
-    prompt = ids(12)
+    prompt = ids(20)  # whose 4 likeliest ids are far from equal
     [scored] = llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0, logprobs=4))
     listed = sorted(scored.outputs[0].logprobs[0].items(), key=lambda item: item[1].rank)[:4]
     weights = [2.718281828 ** (entry.logprob / 2.0) for _, entry in listed]
