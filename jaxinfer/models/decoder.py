@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -32,6 +33,14 @@ class DecoderLayer(nnx.Module):
         return x + jax.lax.with_sharding_constraint(self.mlp(self.mlp_norm(x)), self.replicated), cache
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _run(
+    graph: nnx.GraphDef, weights: nnx.State, x: jax.Array, cache: CacheLayer, inputs: AttentionInputs
+) -> tuple[jax.Array, CacheLayer]:
+    """One layer. Under jit of its own it is traced once for all layers alike; the compiler still unrolls them."""
+    return nnx.merge(graph, weights)(x, cache, inputs)
+
+
 class Decoder(nnx.Module):
     """A decoder over the weights it is given: arrays, or ShapeDtypeStructs to learn its structure."""
 
@@ -51,7 +60,7 @@ class Decoder(nnx.Module):
         x = jax.lax.with_sharding_constraint(self.embed(tokens), self.replicated)
         new_cache = []
         for layer, layer_cache, layer_inputs in zip(self.layers, cache, inputs, strict=True):
-            x, layer_cache = layer(x, layer_cache, layer_inputs)
+            x, layer_cache = _run(*nnx.split(layer), x, layer_cache, layer_inputs)
             new_cache.append(layer_cache)
         return x, new_cache
 
