@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def latency(
     source = _source(model, config, random_weights)
     memory["max_num_seqs"] = max(memory["max_num_seqs"], batch_size)
     memory["max_model_len"] = memory["max_model_len"] or input_len + output_len
-    llm = _load(source, seed, warm_up=False, memory=memory)  # the first run of the batch compiles its own shapes
+    llm, startup = _load(source, seed, warm_up=False, memory=memory)  # the first run of the batch compiles its own shapes
 
     from jaxinfer.bench import measure_latency
 
@@ -82,7 +83,7 @@ def latency(
         "weights": f"{r.weight_gb_per_step:.2f} GB per step, {r.weight_gb_per_s:.1f} GB/s",
         "total": f"{r.total_time:.2f} s",
     }
-    _print(result, rows, as_json)
+    _print(result, startup, rows, as_json)
 
 
 @bench.command(cls=Command)
@@ -112,7 +113,7 @@ def throughput(
     source = _source(model, config, random_weights)
     longest = input_len + input_len // 2 + output_len + output_len // 2
     memory["max_model_len"] = memory["max_model_len"] or longest
-    llm = _load(source, seed, warm_up=True, memory=memory)
+    llm, startup = _load(source, seed, warm_up=True, memory=memory)
 
     from jaxinfer.bench import measure_throughput
 
@@ -127,7 +128,7 @@ def throughput(
         "time per token": f"p50 {r.time_per_token_p50 * 1e3:.2f} ms, p99 {r.time_per_token_p99 * 1e3:.2f} ms",
         "preemptions": f"{r.num_preemptions}",
     }
-    _print(result, rows, as_json)
+    _print(result, startup, rows, as_json)
 
 
 def _source(model: str | None, config: str | None, random_weights: bool) -> str:
@@ -145,20 +146,22 @@ def _source(model: str | None, config: str | None, random_weights: bool) -> str:
     raise click.UsageError("give either --model PATH, or --config NAME --random-weights")
 
 
-def _load(source: str, seed: int, warm_up: bool, memory: Mapping[str, Any]) -> LLM:
+def _load(source: str, seed: int, warm_up: bool, memory: Mapping[str, Any]) -> tuple[LLM, float]:
+    """The LLM, and the seconds it took to be ready."""
     from jaxinfer.compilation import enable_cache
     from jaxinfer.llm import LLM
     from jaxinfer.presets import PRESETS
 
     enable_cache()
     model = PRESETS.get(source, source)
-    progress = sys.stderr.isatty()
-    return LLM(model, seed=seed, skip_tokenizer_init=True, warm_up=warm_up, progress=progress, **memory)
+    progress, start = sys.stderr.isatty(), time.monotonic()
+    llm = LLM(model, seed=seed, skip_tokenizer_init=True, warm_up=warm_up, progress=progress, **memory)
+    return llm, time.monotonic() - start
 
 
-def _print(result: Any, rows: Mapping[str, str], as_json: bool) -> None:
+def _print(result: Any, startup: float, rows: Mapping[str, str], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(result)))
+        click.echo(json.dumps({"startup_s": startup, **dataclasses.asdict(result)}))
         return
-    for name, value in rows.items():
+    for name, value in {"start-up": f"{startup:.1f} s", **rows}.items():
         click.echo(f"{name:<20} {value}")
