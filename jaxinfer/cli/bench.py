@@ -68,7 +68,8 @@ def latency(
     source = _source(model, config, random_weights)
     memory["max_num_seqs"] = max(memory["max_num_seqs"], batch_size)
     memory["max_model_len"] = memory["max_model_len"] or input_len + output_len
-    llm, startup = _load(source, seed, warm_up=False, memory=memory)  # the first run of the batch compiles its own shapes
+    # The first run of the batch compiles just its own shapes.
+    llm, startup = _load(source, seed, warm_up=False, memory=memory)
 
     from jaxinfer.bench import measure_latency
 

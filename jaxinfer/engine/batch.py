@@ -1,9 +1,9 @@
 """A step's sequences as arrays: numpy on the host, padded to one of a few shapes, one int32 vector on its way over.
 
-Buckets. A decode batch (one token per sequence) has a power of two of sequences, up to max_num_seqs. A ragged batch
-(at least one sequence brings several tokens) has 16, 64, 256 tokens or a larger power of two, up to
-max_num_batched_tokens, and room for as many sequences as could share them. A scored batch is a ragged one that also
-returns every row's logits.
+Buckets. A decode batch (one token per sequence) has 1, 4, 16, 32 sequences or a larger power of two, up to
+max_num_seqs. A ragged batch (at least one sequence brings several tokens) has 16, 64, 256 tokens or a larger power of
+two, up to max_num_batched_tokens, and room for as many sequences as could share them. A scored batch is a ragged one
+that also returns every row's logits. Every shape is a program to compile at start-up: few where padding is cheap.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from jaxinfer.engine.sampler import SamplingInputs
 from jaxinfer.engine.scheduler import RELEASED, Scheduled
 from jaxinfer.sampling_params import MAX_SUPPRESSED, SamplingParams
 
+SEQUENCE_BUCKETS = (1, 4, 16, 32)
+"""Sequences of the smallest decode batches; above, powers of two."""
 TOKEN_BUCKETS = (16, 64, 256)
 """Tokens of the smallest ragged batches; above, powers of two."""
 MIN_WIDTH = 8
@@ -153,9 +155,9 @@ class BatchBuilder:
 
     def shapes(self) -> list[BatchShape]:
         """Every shape `build` can ask for, the largest ragged one first."""
-        sequences = _powers(1, self._engine.max_num_seqs)
-        tokens = _token_buckets(self._engine.max_num_batched_tokens)
-        scored = _token_buckets(self.max_scored_tokens)
+        sequences = _buckets(SEQUENCE_BUCKETS, self._engine.max_num_seqs)
+        tokens = _buckets(TOKEN_BUCKETS, self._engine.max_num_batched_tokens)
+        scored = _buckets(TOKEN_BUCKETS, self.max_scored_tokens)
         widths = [self._width] if self._data_dependent else _powers(MIN_WIDTH, self._width)
         kinds: list[Sampling] = ["branch"] if self._data_dependent else ["greedy", "full"]
         shapes = [self._ragged(count, kind) for kind in kinds for count in reversed(tokens)]
@@ -170,10 +172,11 @@ class BatchBuilder:
         kind = self._sampling(scheduled, scored)
         if scored or tokens > len(scheduled):
             limit = self.max_scored_tokens if scored else self._engine.max_num_batched_tokens
-            return self._ragged(_smallest(_token_buckets(limit), tokens), kind, scored)
+            return self._ragged(_smallest(_buckets(TOKEN_BUCKETS, limit), tokens), kind, scored)
         pages = max(-(-(part.start + part.count) // self._engine.cache.page_size) for part in scheduled)
         width = self._width if self._data_dependent else _smallest(_powers(MIN_WIDTH, self._width), pages)
-        return self._decode(_smallest(_powers(1, self._engine.max_num_seqs), len(scheduled)), width, kind)
+        sequences = _smallest(_buckets(SEQUENCE_BUCKETS, self._engine.max_num_seqs), len(scheduled))
+        return self._decode(sequences, width, kind)
 
     def build(self, scheduled: Sequence[Scheduled]) -> Batch:
         """The arrays of a step. Padding tokens and sequences come last; they write nothing and sample nothing."""
@@ -252,9 +255,9 @@ def _powers(smallest: int, largest: int) -> list[int]:
     return [*sizes, largest]
 
 
-def _token_buckets(largest: int) -> list[int]:
-    """Coarse where a step is short anyhow, powers of two where padding would cost time."""
-    return sorted({min(size, largest) for size in (*TOKEN_BUCKETS, *_powers(TOKEN_BUCKETS[-1], largest))})
+def _buckets(first: tuple[int, ...], largest: int) -> list[int]:
+    """The `first` sizes, then powers of two, up to `largest`."""
+    return sorted({min(size, largest) for size in (*first, *_powers(first[-1], largest))})
 
 
 def _smallest(sizes: Sequence[int], count: int) -> int:

@@ -22,7 +22,7 @@ TINY: dict[str, Any] = {
     "warm_up": False,
     "progress": False,
 }
-"""Five programs at most: ragged and scored batches of 16 tokens, decode batches of 1, 2 and 4 sequences."""
+"""Four programs at most: ragged and scored batches of 16 tokens, decode batches of 1 and 4 sequences."""
 
 
 class Models:
