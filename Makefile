@@ -21,7 +21,7 @@ demo: $(RUN)  ## fetch SmolLM2-135M-Instruct and ask it a question
 		--prompt "What is the capital of France?"
 
 test: $(DEV)  ## the whole test suite; ARGS="-k sampler" passes options to pytest
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 $(ARGS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(DEV)  ## ruff: style and formatting
 	$(BIN)/ruff check .
