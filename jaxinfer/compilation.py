@@ -34,6 +34,6 @@ def compile_all(lower: Sequence[Callable[[], jax.stages.Lowered]], progress: boo
     """Trace and compile each; results in the same order. Tracing holds the interpreter lock, compiling does not."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         futures = [pool.submit(lambda trace: trace().compile(), trace) for trace in lower]
-        for _ in tqdm(as_completed(futures), "Compiling", len(futures), unit="program", disable=not progress):
-            pass
+        for future in tqdm(as_completed(futures), "Compiling", len(futures), unit="program", disable=not progress):
+            future.result()  # the first error ends the start-up, not the last
         return [future.result() for future in futures]

@@ -38,6 +38,11 @@ class CacheGroup:
     """Tokens a layer of this group looks back, itself included; None: all."""
     layers: tuple[int, ...]
 
+    def most_pages(self, num_tokens: int, page_size: int, chunk: int) -> int:
+        """Most pages a sequence holds at once on its way to `num_tokens`, computed `chunk` tokens at a time at most."""
+        pages = -(-num_tokens // page_size)
+        return pages if self.window is None else min(pages, -(-(self.window - 1 + chunk) // page_size) + 1)
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -35,13 +35,8 @@ def allocate(abstract: list[dict[str, jax.ShapeDtypeStruct]]) -> list[CacheLayer
 
 def pages_per_sequence(config: ModelConfig, engine: EngineConfig) -> tuple[int, ...]:
     """Pages that one sequence of max_model_len takes at most, per cache group."""
-    page_size, result = engine.cache.page_size, []
-    for group in config.cache_groups:
-        pages = -(-engine.max_model_len // page_size)
-        if group.window is not None:
-            pages = min(pages, -(-(group.window - 1 + engine.max_num_batched_tokens) // page_size) + 1)
-        result.append(pages)
-    return tuple(result)
+    page_size, chunk = engine.cache.page_size, engine.max_num_batched_tokens
+    return tuple(group.most_pages(engine.max_model_len, page_size, chunk) for group in config.cache_groups)
 
 
 def plan_pages(

@@ -177,8 +177,4 @@ class Scheduler:
         return 0 if group.window is None else max(0, position - group.window + 1) // self.page_size
 
     def _most_pages(self, group: CacheGroup, num_tokens: int) -> int:
-        """Most pages a sequence holds at once on its way to `num_tokens`."""
-        pages = -(-num_tokens // self.page_size)
-        if group.window is None:
-            return pages
-        return min(pages, -(-(group.window - 1 + self.max_num_batched_tokens) // self.page_size) + 1)
+        return group.most_pages(num_tokens, self.page_size, self.max_num_batched_tokens)
