@@ -30,7 +30,7 @@ PAGE_SIZE = 64
 
 @dataclass(frozen=True)
 class StepTime:
-    """Milliseconds from one step to the next, the host running ahead, and how long the host took to dispatch one."""
+    """Milliseconds from one step to the next, the host running ahead, and what the host takes to dispatch one."""
 
     step_ms: float
     host_ms: float
@@ -68,9 +68,9 @@ class StepBench:
 
     def time(self, batch: Batch, steps: int) -> StepTime:
         jax.block_until_ready([self.runner.run(batch) for _ in range(3)])
-        start = time.perf_counter()
         # The runtime makes the host wait once too many steps are in flight: its own time shows in the first few.
-        outputs = [self.runner.run(batch) for _ in range(few := min(steps, 4))]
+        few, start = min(steps, 4), time.perf_counter()
+        outputs = [self.runner.run(batch) for _ in range(few)]
         host = (time.perf_counter() - start) / few
         outputs += [self.runner.run(batch) for _ in range(steps - few)]
         jax.block_until_ready(outputs)
