@@ -109,9 +109,15 @@ def restore(
                 ),
             )
             for path in batch:
+                _check_range(path, arrays[path], checkpoint.dtype)
                 restored[path] = _to_physical(path, arrays.pop(path), checkpoint.config, physical, leaves[path])
                 update(restored[path].nbytes)
     return restored
+
+
+def _check_range(path: str, array: jax.Array, stored: str) -> None:
+    if array.dtype == np.float16 and stored != "float16" and np.isinf(array.max()) | np.isinf(array.min()):
+        raise ValueError(f"{path} has values beyond float16's 65504; use bfloat16 or float32")
 
 
 def _to_physical(path: str, array: jax.Array, config: ModelConfig, physical: ModelConfig, leaf: Any) -> jax.Array:

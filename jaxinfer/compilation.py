@@ -30,10 +30,19 @@ def temporary_bytes(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def output_bytes(compiled: Any) -> int:
+    """Bytes of results on one device that do not take the place of a donated argument."""
+    memory = compiled.memory_analysis()
+    return memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
 def compile_all(lower: Sequence[Callable[[], jax.stages.Lowered]], progress: bool) -> list[Any]:
     """Trace and compile each; results in the same order. Tracing holds the interpreter lock, compiling does not."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+    try:
         futures = [pool.submit(lambda trace: trace().compile(), trace) for trace in lower]
         for future in tqdm(as_completed(futures), "Compiling", len(futures), unit="program", disable=not progress):
-            future.result()  # the first error ends the start-up, not the last
+            future.result()
         return [future.result() for future in futures]
+    finally:  # an error, or Ctrl-C, does not wait for the programs still queued
+        pool.shutdown(wait=False, cancel_futures=True)

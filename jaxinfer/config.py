@@ -157,10 +157,6 @@ class ParallelConfig:
                     f"mesh axis '{name}' has size {getattr(self, name)}; only 'tensor' may exceed 1 so far"
                 )
 
-    @property
-    def num_devices(self) -> int:
-        return self.data * self.pipe * self.expert * self.tensor
-
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -174,7 +170,6 @@ class EngineConfig:
     """Tokens one step takes; longer prompts are prefilled in chunks."""
     steps_in_flight: int = 2
     """Steps dispatched before the oldest one's result is read: 2 hides the host, 1 is for tests."""
-    seed: int = 0
     cache: CacheConfig = field(default_factory=CacheConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,7 +37,8 @@ class LLM:
     max_model_len: longest sequence, prompt and output; the model's own limit by default.
     max_num_seqs, max_num_batched_tokens: sequences that run at once, and tokens that one step takes.
     page_size, num_pages: of the KV cache, in tokens and per cache group; num_pages None fills the memory that is left.
-    memory_fraction: share of the device's memory that weights, cache and temporaries may take.
+    memory_fraction: share of a GPU's memory that weights, cache and temporaries may take; it counts if JAX has not
+        started yet. On CPU the cache takes at most a quarter of the memory that is free.
     skip_tokenizer_init: token ids in, token ids out.
     seed: for random weights, and for requests without a seed of their own.
     warm_up: compile every batch shape now, so that nothing compiles later; otherwise each at its first use.
@@ -75,7 +77,6 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             steps_in_flight=steps_in_flight,
-            seed=seed,
             cache=cache,
             parallel=ParallelConfig(**{axis: self.mesh.shape[axis] for axis in AXES}),
         )
@@ -145,8 +146,7 @@ class LLM:
                     if done:
                         bar.update(done)
         finally:
-            for request in requests:
-                self.engine.abort(request)
+            self.engine.abort(requests)
         return [
             _request_output(text, [outputs[request] for request in group])
             for (text, _), group in zip(prompts, groups, strict=True)
@@ -170,8 +170,7 @@ class LLM:
                     if delta.token_ids or delta.text or delta.finish_reason:
                         yield delta
         finally:
-            for request in requests:
-                self.engine.abort(request)
+            self.engine.abort(requests)
 
     def _requests(self, ids: list[int], params: SamplingParams) -> list[Request]:
         """The `n` requests of one prompt; the first one alone scores the prompt."""
@@ -196,7 +195,10 @@ class LLM:
         """A prompt's text, if it came as text, and its token ids."""
         if isinstance(prompt, dict):
             if "prompt_token_ids" in prompt:
-                return None, [int(token_id) for token_id in prompt["prompt_token_ids"]]
+                try:
+                    return None, [operator.index(token_id) for token_id in prompt["prompt_token_ids"]]
+                except TypeError as error:
+                    raise ValueError(f"prompt_token_ids must be a list of integers: {error}") from error
             prompt = prompt.get("prompt", prompt)
         if not isinstance(prompt, str):
             raise ValueError(f'a prompt is text, {{"prompt": …}} or {{"prompt_token_ids": […]}}; got {prompt!r}')

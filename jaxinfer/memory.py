@@ -8,13 +8,16 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""The present name of the backend's setting and its former one, which it does not take together."""
 CPU_SHARE = 0.25
 """On CPU the cache shares memory with everything else: it takes at most this share of what is free."""
 
 
 def reserve(memory_fraction: float) -> None:
     """Have a GPU backend that has not started yet set aside just this share of the device. A user's setting wins."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(memory_fraction))
+    if not any(name in os.environ for name in FRACTION_VARIABLES):
+        os.environ[FRACTION_VARIABLES[0]] = str(memory_fraction)
 
 
 def free_bytes(mesh: Mesh, temporaries: int) -> int:
@@ -28,6 +31,14 @@ def free_bytes(mesh: Mesh, temporaries: int) -> int:
 
 
 def _free_host_bytes() -> int:
+    """Memory free on the host, or in the container, whichever is less."""
+    limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        return min(_free_machine_bytes(), max(1, int(most) - int(used.read_text())))
+    return _free_machine_bytes()
+
+
+def _free_machine_bytes() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

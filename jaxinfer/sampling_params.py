@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
@@ -48,6 +48,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        self._check_integers()
         check = self._check
         check("n", 1 <= self.n <= MAX_CHOICES, f"between 1 and {MAX_CHOICES}")
         check("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive finite number")
@@ -65,6 +66,15 @@ class SamplingParams:
         check("stop", all(isinstance(s, str) and s for s in self.stop_strings), "one or more non-empty strings")
         check("stop", self.detokenize or not self.stop_strings, "empty when detokenize is False")
 
+    def _check_integers(self) -> None:
+        names = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+        for name in names:
+            value = getattr(self, name)
+            self._check(name, value is None or _is_integer(value), "an integer")
+        ids = self.stop_token_ids
+        listed = ids is None or (isinstance(ids, Iterable) and all(_is_integer(token_id) for token_id in ids))
+        self._check("stop_token_ids", listed, "a list of token ids")
+
     def _check(self, name: str, holds: bool, requirement: str) -> None:
         if not holds:
             raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {requirement}")
@@ -74,3 +84,8 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _is_integer(value: object) -> bool:
+    """Also numpy's; True and False are none."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import convert
 from jaxinfer import compilation, memory, weights
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine import cache
-from jaxinfer.engine.batch import BatchBuilder, data_dependent
+from jaxinfer.engine.batch import BatchBuilder, BatchShape, data_dependent
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.step import AbstractState, State, StepRunner
 from jaxinfer.parameters import Tree, for_tensor_parallel
@@ -77,20 +77,19 @@ def _plan_pages(
         free = memory.free_bytes(mesh, temporaries=0)
         return cache.plan_pages(model.config, config, itemsize, free, shards)
     small = _abstract_state(model, mesh, config, cache.pages_per_sequence(model.config, config))
-    largest = [max(shapes, key=lambda shape: shape.tokens) for shapes in _by_kind(builder)]
-    programs = [runner.lower(shape, small).compile() for shape in largest]
+    programs = [runner.lower(shape, small).compile() for shape in largest_shapes(builder.shapes())]
     temporaries = max(compilation.temporary_bytes(program) for program in programs)
-    free = memory.free_bytes(mesh, temporaries)
+    outputs = max(compilation.output_bytes(program) for program in programs) * config.steps_in_flight
+    free = memory.free_bytes(mesh, temporaries + outputs)
     return cache.plan_pages(model.config, config, itemsize, free, shards)
 
 
-def _by_kind(builder: BatchBuilder) -> list[list[Any]]:
-    shapes = builder.shapes()
-    return [
-        [shape for shape in shapes if shape.decode],
-        [shape for shape in shapes if shape.scored],
-        [shape for shape in shapes if not shape.decode and not shape.scored],
-    ]
+def largest_shapes(shapes: Sequence[BatchShape]) -> list[BatchShape]:
+    """The decode, the ragged and the scored shape whose programs need the most memory."""
+    largest: dict[tuple[bool, bool], BatchShape] = {}
+    for shape in sorted(shapes, key=lambda shape: (shape.tokens, shape.width, shape.sampling != "greedy")):
+        largest[shape.decode, shape.scored] = shape
+    return list(largest.values())
 
 
 def _abstract_state(model: LoadedModel, mesh: Mesh, config: EngineConfig, num_pages: tuple[int, ...]) -> AbstractState:

@@ -9,16 +9,19 @@ from dataclasses import dataclass
 class Tiles:
     """Sizes in tokens."""
 
-    decode_keys: int | None
-    """Cache that paged_decode reads at once, up to the longest sequence; None: whole block tables, without a loop."""
+    decode_keys: int
+    """Cache that paged_decode reads at once."""
+    decode_whole_tables: bool
+    """Whether it reads block tables to their end, in a loop of a length known to the compiler, or stops at the longest
+    sequence."""
     prefill_rows: int
     """Queries of one sequence that paged_prefill takes together."""
     prefill_keys: int
     """Cache that they read at once."""
 
 
-CPU = Tiles(decode_keys=256, prefill_rows=64, prefill_keys=256)
-GPU = Tiles(decode_keys=None, prefill_rows=256, prefill_keys=1024)
+CPU = Tiles(decode_keys=256, decode_whole_tables=False, prefill_rows=64, prefill_keys=256)
+GPU = Tiles(decode_keys=2048, decode_whole_tables=True, prefill_rows=256, prefill_keys=1024)
 """A loop whose length depends on data makes a GPU wait for the host in every turn: none, or few large ones."""
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.sampler import SamplingInputs
-from jaxinfer.engine.scheduler import RELEASED, Scheduled
+from jaxinfer.engine.scheduler import Scheduled
 from jaxinfer.sampling_params import MAX_SUPPRESSED, SamplingParams
 
 SEQUENCE_BUCKETS = (1, 4, 16, 32)
@@ -212,7 +212,8 @@ class BatchBuilder:
         arrays["slots"][number] = request.slot
         arrays["samples"][number] = part.samples
         for group, pages in enumerate(request.pages):
-            arrays["block_tables"][group, number, : len(pages)] = [0 if page == RELEASED else page for page in pages]
+            # Released pages (−1) are out of every window: any page will do in their place.
+            arrays["block_tables"][group, number, : len(pages)] = np.maximum(np.asarray(pages, np.int32), 0)
 
     def _fill_sampling(self, arrays: dict[str, NDArray], number: int, part: Scheduled) -> None:
         request, params = part.request, part.request.params

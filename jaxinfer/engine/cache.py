@@ -57,6 +57,7 @@ def plan_pages(
     if sequences < 1:
         raise ValueError(
             f"the cache of one sequence of max_model_len {engine.max_model_len} takes {one_sequence / 2**20:.0f} MiB a "
-            f"device, and {max(0, free_bytes) / 2**20:.0f} MiB are left; lower max_model_len or raise memory_fraction"
+            f"device, and {max(0, free_bytes) / 2**20:.0f} MiB are left; lower max_model_len, or raise memory_fraction "
+            "on a GPU"
         )
     return tuple(int(pages * sequences) for pages in wanted)

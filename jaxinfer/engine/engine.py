@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -65,18 +66,18 @@ class Engine:
     @interrupts_held()
     def add(self, request: Request) -> OutputBuilder:
         """Queue a request that `check` accepts."""
-        self.check(request)
         self.scheduler.add(request)
         output = OutputBuilder(request, self._tokenizer)
         self._outputs[request] = output
         return output
 
     @interrupts_held()
-    def abort(self, request: Request) -> None:
-        """End a request now and free its pages; one that is finished is left alone."""
-        if output := self._outputs.pop(request, None):
-            output.finish("abort")
-            self.scheduler.finish(request)
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End requests now and free their pages; those that are finished are left alone."""
+        for request in requests:
+            if output := self._outputs.pop(request, None):
+                output.finish("abort")
+                self.scheduler.finish(request)
 
     @interrupts_held()
     def step(self) -> list[OutputBuilder]:
@@ -133,6 +134,8 @@ class Engine:
                 f"request {request.request_id}: the prompt has {len(prompt)} tokens, and max_model_len is "
                 f"{self._engine.max_model_len}, output included; shorten it or raise max_model_len"
             )
+        if request.params.stop_strings and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this LLM has none; pass stop_token_ids instead")
         if request.params.min_tokens and len(request.stopping_ids) > MAX_SUPPRESSED:
             raise ValueError(
                 f"min_tokens holds back {len(request.stopping_ids)} end and stop ids, at most {MAX_SUPPRESSED} are "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 
 from jaxinfer.outputs import FinishReason
@@ -41,8 +42,10 @@ class Request:
     steps_in_flight: int = 0
     slot: int = -1
     """Row of the device's last_ids while running."""
-    pages: list[list[int]] = field(default_factory=list)
+    pages: list[MutableSequence[int]] = field(default_factory=list)
     """Per cache group, the page of each page-sized piece of the sequence; −1 where its window has left it."""
+    num_released: list[int] = field(default_factory=list)
+    """Per cache group, how many leading pages its window has left."""
     num_prompt_scored: int = 0
     """Prompt rows whose log-probabilities have been read."""
     num_preemptions: int = 0

@@ -7,6 +7,7 @@ alone in the pool is refused when it is added, so the oldest always gets on and 
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -144,7 +145,7 @@ class Scheduler:
             for page in pages:
                 if page != RELEASED:
                     pool.release(page)
-        request.pages = []
+        request.pages, request.num_released = [], []
         self._slots.append(request.slot)
         request.slot = -1
 
@@ -157,19 +158,22 @@ class Scheduler:
 
     def _allocate(self, request: Request, num_tokens: int) -> bool:
         """Give it pages for its first `num_tokens` tokens, in all groups or none; free what its windows have left."""
-        request.pages = request.pages or [[] for _ in self.groups]
+        if not request.pages:  # arrays, which a batch copies whole: a long sequence has thousands of pages
+            request.pages = [array("i") for _ in self.groups]
+            request.num_released = [0] * len(self.groups)
         last = -(-num_tokens // self.page_size)
-        for group, pool, pages in zip(self.groups, self.pools, request.pages, strict=True):
-            for number in range(self._first_page(group, request.num_computed)):
-                if number < len(pages) and pages[number] != RELEASED:
-                    pool.release(pages[number])
-                    pages[number] = RELEASED
+        for g, (group, pool, pages) in enumerate(zip(self.groups, self.pools, request.pages, strict=True)):
+            first = min(self._first_page(group, request.num_computed), len(pages))
+            for number in range(request.num_released[g], first):
+                pool.release(pages[number])
+                pages[number] = RELEASED
+            request.num_released[g] = max(first, request.num_released[g])
         missing = [last - len(pages) for pages in request.pages]
         if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
             return False
         for pool, pages, count in zip(self.pools, request.pages, missing, strict=True):
             if count > 0:
-                pages += pool.allocate(count) or []
+                pages.extend(pool.allocate(count) or [])
         return True
 
     def _first_page(self, group: CacheGroup, position: int) -> int:

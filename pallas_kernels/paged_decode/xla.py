@@ -22,7 +22,7 @@ def paged_decode(
 ) -> jax.Array:
     """Shapes as in `api.paged_decode`."""
     page_size, width = k_pages.shape[2], block_tables.shape[1]
-    chunk = width if tiles.decode_keys is None else min(max(1, tiles.decode_keys // page_size), width)
+    chunk = min(max(1, tiles.decode_keys // page_size), width)
     span = chunk * page_size
     block_tables = jnp.pad(block_tables, ((0, 0), (0, -width % chunk)))
     heads = jnp.arange(q.shape[1])[None, :, None]
@@ -39,7 +39,8 @@ def paged_decode(
     running = softmax.start(q.shape)
     if chunk == width:
         running = take(0, running)
+    elif tiles.decode_whole_tables:
+        running = jax.lax.fori_loop(0, -(-width // chunk), take, running)
     else:
-        lower, upper = first.min() // span, (lengths.max() + span - 1) // span
-        running = jax.lax.fori_loop(lower, upper, take, running)
+        running = jax.lax.fori_loop(first.min() // span, (lengths.max() + span - 1) // span, take, running)
     return softmax.finish(running, q.dtype)

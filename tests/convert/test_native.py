@@ -47,6 +47,16 @@ def test_dtype_is_kept_or_chosen(tmp_path):
     assert_same(load_flat(kept), load_flat(chosen))
 
 
+def test_values_beyond_float16_are_refused(tmp_path):
+    tensors = tiny.weights("llama")
+    tensors["model.norm.weight"][3] = 70_000.0
+    folder = tiny.write_config(tiny.CASES["llama"], tmp_path / "hf")
+    tiny.write_safetensors(tensors, folder)
+    native = convert.save_native(convert.open_checkpoint(folder), tmp_path / "native", progress=False)
+    with pytest.raises(ValueError, match=r"final_norm\.scale has values beyond float16's 65504; use bfloat16"):
+        load_flat(convert.open_checkpoint(native), dtype=np.float16)
+
+
 def test_small_batches_restore_the_same(source, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.native._BATCH_BYTES", 1)
     native = convert.open_checkpoint(convert.save_native(source, tmp_path / "native", progress=False))

@@ -94,4 +94,3 @@ def test_runtime_config_errors(make, message):
 def test_the_smallest_and_largest_allowed_values():
     assert CacheConfig(page_size=1, num_pages=1, memory_fraction=1.0).page_size == 1
     assert EngineConfig(max_model_len=1, max_num_seqs=8, max_num_batched_tokens=8, steps_in_flight=1).max_num_seqs == 8
-    assert ParallelConfig(tensor=8).num_devices == 8

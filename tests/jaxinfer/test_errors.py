@@ -171,8 +171,20 @@ def test_a_cache_too_small_for_one_sequence_is_refused_at_the_start(monkeypatch)
     config = ModelConfig("llama", 97, 32, 2, 4, 4, 64, 16, 4096, RopeConfig())
     message = (
         "the cache of one sequence of max_model_len 4096 takes 16 MiB a device, and 3 MiB are left; "
-        "lower max_model_len or raise memory_fraction"
+        "lower max_model_len, or raise memory_fraction on a GPU"
     )
     with pytest.raises(ValueError, match=message):
         LLM(config, **{**TINY, "max_model_len": 4096})
     assert LLM(config, **{**TINY, "max_model_len": 700}).engine.scheduler.pools[0].num_pages * 8 >= 700
+
+
+def test_stop_strings_without_a_tokenizer(models):
+    llm = models("llama")
+    with pytest.raises(ValueError, match="stop strings need a tokenizer, and this LLM has none; pass stop_token_ids"):
+        llm.generate({"prompt_token_ids": [1]}, SamplingParams(stop="x"))
+
+
+@pytest.mark.parametrize("ids", [[1.7], 5, ["a"]], ids=str)
+def test_prompt_ids_that_are_no_integers(models, ids):
+    with pytest.raises(ValueError, match="prompt_token_ids must be a list of integers"):
+        models("llama").generate({"prompt_token_ids": ids})

@@ -35,6 +35,11 @@ from jaxinfer.sampling_params import MAX_CHOICES
         ({"stop": ""}, "stop is ''; it must be one or more non-empty strings"),
         ({"stop": ["a", ""]}, r"stop is \['a', ''\]; it must be one or more non-empty strings"),
         ({"stop": [3]}, r"stop is \[3\]; it must be one or more non-empty strings"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5; it must be an integer"),
+        ({"n": 1.5}, "n is 1.5; it must be an integer"),
+        ({"logprobs": True}, "logprobs is True; it must be an integer"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5; it must be a list of token ids"),
+        ({"stop_token_ids": [1.5]}, r"stop_token_ids is \[1.5\]; it must be a list of token ids"),
         ({"stop": "a", "detokenize": False}, "stop is 'a'; it must be empty when detokenize is False"),
     ],
 )

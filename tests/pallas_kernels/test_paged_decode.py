@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_decode import paged_decode, reference
-from pallas_kernels.tiles import CPU
+from pallas_kernels.tiles import CPU, GPU
 from tests.pallas_kernels.paged_cases import Layout, make_cache, normal, tolerance
 
 IMPLEMENTATIONS = ["reference", "xla"]
@@ -27,7 +27,7 @@ CASES = [
     (Layout(80, 1, 3, page_size=16, width=8, window=37), 2),
     (Layout(64, 3, 1, page_size=4, width=9, window=6), 9),
     (Layout(96, 1, 4, page_size=16, width=4, window=1000), 64),
-    (Layout(64, 2, 2, page_size=16, width=5, window=21), None),
+    (Layout(64, 2, 2, page_size=16, width=5, window=21), -2),  # as on a GPU: whole tables
 ]
 
 
@@ -43,8 +43,9 @@ def attend(implementation, q, cache, lengths, layout, pages_per_chunk=2, dtype="
             q, cache.k, cache.v, cache.tables, lengths, scale=layout.scale, window=layout.window
         )
     args = (q.astype(dtype), cache.k.astype(dtype), cache.v.astype(dtype), cache.tables, lengths)
-    keys = None if pages_per_chunk is None else pages_per_chunk * layout.page_size
-    tiles = dataclasses.replace(CPU, decode_keys=keys)
+    tiles = dataclasses.replace(
+        CPU if pages_per_chunk > 0 else GPU, decode_keys=abs(pages_per_chunk) * layout.page_size
+    )
     out = jitted(*args, scale=layout.scale, window=layout.window, tiles=tiles)
     assert out.dtype == dtype
     return np.asarray(out, np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_prefill import paged_prefill, reference, xla
-from pallas_kernels.tiles import Tiles
+from pallas_kernels.tiles import CPU
 from tests.pallas_kernels.paged_cases import Layout, make_cache, normal, tolerance
 
 IMPLEMENTATIONS = ["reference", "xla", "xla_small_blocks"]
@@ -20,7 +21,7 @@ SMALL = Layout(head_dim=64, kv_heads=2, q_per_kv=3, page_size=4, width=9)
 JITTED = {
     "xla": jax.jit(functools.partial(paged_prefill, implementation="xla"), static_argnames=("scale", "window")),
     "xla_small_blocks": jax.jit(
-        functools.partial(xla.paged_prefill, tiles=Tiles(None, prefill_rows=8, prefill_keys=32)),
+        functools.partial(xla.paged_prefill, tiles=dataclasses.replace(CPU, prefill_rows=8, prefill_keys=32)),
         static_argnames=("scale", "window"),
     ),
 }

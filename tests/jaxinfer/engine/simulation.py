@@ -117,7 +117,7 @@ class Simulation:
                 self.submit(*arrivals.pop(0))
             for request, arrival in self.accepted.items():
                 if arrival.aborts == step:
-                    self.engine.abort(request)
+                    self.engine.abort([request])
             self.engine.step()
             step += 1
             assert step < 2000, "does not finish"

@@ -62,7 +62,7 @@ def test_no_room_for_one_sequence(free, left):
     engine = dataclasses.replace(ENGINE, max_model_len=100_000)
     message = (
         f"the cache of one sequence of max_model_len 100000 takes 18 MiB a device, and {left} MiB are left; "
-        "lower max_model_len or raise memory_fraction"
+        "lower max_model_len, or raise memory_fraction on a GPU"
     )
     with pytest.raises(ValueError, match=message):
         plan_pages(MODEL, engine, 4, free_bytes=free, shards=1)

@@ -1,0 +1,58 @@
+"""How memory is planned, and how a start-up ends early."""
+
+import functools
+import threading
+import time
+
+import pytest
+
+from jaxinfer import compilation, memory
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.batch import BatchBuilder
+from jaxinfer.startup import largest_shapes
+
+
+def test_the_programs_that_need_the_most_memory_are_measured():
+    engine = EngineConfig(max_model_len=4096, max_num_seqs=64)
+    shapes = BatchBuilder(engine, groups=1, data_dependent=False).shapes()
+    largest = {(shape.decode, shape.scored): shape for shape in largest_shapes(shapes)}
+    assert len(largest) == 3
+    decode, ragged, scored = largest[True, False], largest[False, False], largest[False, True]
+    assert (decode.sequences, decode.width, decode.sampling) == (64, 64, "full")
+    assert (ragged.tokens, ragged.sampling) == (2048, "full")
+    assert scored.tokens == 256
+
+
+@pytest.mark.parametrize("name", memory.FRACTION_VARIABLES)
+def test_a_users_memory_fraction_wins(monkeypatch, name):
+    for other in memory.FRACTION_VARIABLES:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "0.5")
+    memory.reserve(0.9)
+    assert [memory.os.environ.get(other) for other in memory.FRACTION_VARIABLES].count(None) == 1
+    monkeypatch.delenv(name)
+    memory.reserve(0.9)
+    assert memory.os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.9"
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+
+
+class Slow:
+    """A program whose compilation takes a while, or fails."""
+
+    def __init__(self, started: list, fails: bool):
+        self._started, self._fails = started, fails
+
+    def compile(self):
+        self._started.append(threading.get_ident())
+        if self._fails:
+            raise RuntimeError("no such instruction")
+        time.sleep(0.2)
+
+
+def test_a_failed_compilation_does_not_wait_for_those_queued():
+    started: list[int] = []
+    jobs = [functools.partial(Slow, started, number == 0) for number in range(100)]
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        compilation.compile_all(jobs, progress=False)
+    time.sleep(0.5)
+    assert len(started) < 50
