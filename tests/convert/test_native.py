@@ -50,9 +50,9 @@ def test_dtype_is_kept_or_chosen(tmp_path):
 def test_values_beyond_float16_are_refused(tmp_path):
     tensors = tiny.weights("llama")
     tensors["model.norm.weight"][3] = 70_000.0
-    folder = tiny.write_config(tiny.CASES["llama"], tmp_path / "hf")
-    tiny.write_safetensors(tensors, folder)
-    native = convert.save_native(convert.open_checkpoint(folder), tmp_path / "native", progress=False)
+    tiny.write_config(tiny.CASES["llama"], tmp_path / "hf")
+    tiny.write_safetensors(tensors, tmp_path / "hf")
+    native = convert.save_native(convert.open_checkpoint(tmp_path / "hf"), tmp_path / "native", progress=False)
     with pytest.raises(ValueError, match=r"final_norm\.scale has values beyond float16's 65504; use bfloat16"):
         load_flat(convert.open_checkpoint(native), dtype=np.float16)
 
