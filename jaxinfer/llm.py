@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -89,62 +90,77 @@ class LLM:
         self.engine = startup.build_engine(loaded, self.mesh, self.engine_config, self.tokenizer, warm_up, progress)
         self._progress = progress
         self._seeds = random.Random(seed)
-        self._num_requests = 0
+        self._numbers = itertools.count()
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt; one RequestOutput each, in order. params: for all, or one per prompt.
+        """Complete every prompt; one RequestOutput each, in order.
 
+        sampling_params: for all, or one per prompt. use_tqdm: show progress; None: as the LLM was told. Threads may
+        call it at the same time: their requests share the batch.
         Raises ValueError, before any compute, for a prompt or parameters that cannot be served.
         """
-        single = isinstance(prompts, (str, dict))
-        entries: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
-        return self._run([(text, ids) for text, ids in map(self._encode, entries)], params)
+        entries: list[Any] = [prompts] if isinstance(prompts, (str, dict)) else _listed(prompts, "prompts")
+        return self._run([self._encode(entry) for entry in entries], sampling_params, use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, through the model's chat template."""
-        single = bool(messages) and isinstance(messages[0], dict)
-        conversations: list[Messages] = [messages] if single else list(messages)  # type: ignore[list-item, arg-type]
-        tokenizer = self._need_tokenizer()
-        return self._run([(None, tokenizer.encode_chat(c, **template_kwargs)) for c in conversations], params)
+        """Answer one conversation, or several, through the model's chat template. Arguments as in `generate`."""
+        listed = _listed(messages, "messages")
+        conversations = [listed] if not listed or isinstance(listed[0], dict) else listed
+        tokenizer = self.get_tokenizer()
+        prompts = [(None, tokenizer.encode_chat(c, **template_kwargs)) for c in conversations]
+        return self._run(prompts, sampling_params, use_tqdm)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """Complete one prompt piece by piece. A stream that is closed or dropped frees what it held."""
-        return self._stream(*self._encode(prompt), params or SamplingParams())
+        return self._stream(self._encode(prompt)[1], sampling_params)
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, **template_kwargs: Any
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **template_kwargs: Any
     ) -> Iterator[TextDelta]:
         """Answer one conversation piece by piece."""
-        ids = self._need_tokenizer().encode_chat(messages, **template_kwargs)
-        return self._stream(None, ids, params or SamplingParams())
+        return self._stream(self.get_tokenizer().encode_chat(messages, **template_kwargs), sampling_params)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ValueError if there is none: `skip_tokenizer_init`, or random weights."""
+        if self.tokenizer is None:
+            raise ValueError(
+                'this LLM has no tokenizer (skip_tokenizer_init, or random weights); pass {"prompt_token_ids": […]}'
+            )
+        return self.tokenizer
 
     def _run(
         self,
         prompts: Sequence[tuple[str | None, list[int]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | None,
     ) -> list[RequestOutput]:
         each = _one_each(params, len(prompts))
         groups = [self._requests(ids, p) for (_, ids), p in zip(prompts, each, strict=True)]
         requests = [request for group in groups for request in group]
-        for request in requests:
-            self.engine.check(request)
+        show = self._progress if use_tqdm is None else use_tqdm
         try:
-            outputs, finished = {request: self.engine.add(request) for request in requests}, 0
-            with tqdm(total=len(requests), desc="Generating", unit="seq", disable=not self._progress) as bar:
-                while finished < len(requests):
-                    done = sum(output.request.finished for output in self.engine.step() if output.request in outputs)
-                    finished += done
-                    if done:
-                        bar.update(done)
+            outputs = {request: self.engine.add(request) for request in requests}
+            with tqdm(total=len(requests), desc="Generating", unit="seq", disable=not show) as bar:
+                unfinished = requests
+                while unfinished:
+                    self.engine.step()
+                    left = [request for request in unfinished if not request.finished]
+                    if len(left) < len(unfinished):
+                        bar.update(len(unfinished) - len(left))
+                    unfinished = left
         finally:
             self.engine.abort(requests)
         return [
@@ -152,11 +168,10 @@ class LLM:
             for (text, _), group in zip(prompts, groups, strict=True)
         ]
 
-    def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[TextDelta]:
-        requests = self._requests(ids, params)
-        for request in requests:
-            self.engine.check(request)
-        return self._deltas(requests)
+    def _stream(self, ids: list[int], params: SamplingParams | None) -> Iterator[TextDelta]:
+        """Checks now, generates when iterated."""
+        [checked] = _one_each(params, 1)
+        return self._deltas(self._requests(ids, checked))
 
     def _deltas(self, requests: list[Request]) -> Iterator[TextDelta]:
         try:
@@ -164,7 +179,7 @@ class LLM:
             while outputs:
                 self.engine.step()
                 for output in list(outputs):
-                    delta = output.take_delta()
+                    delta = self.engine.take_delta(output)
                     if delta.finish_reason:  # told, not just finished: other callers step the engine too
                         outputs.remove(output)
                     if delta.token_ids or delta.text or delta.finish_reason:
@@ -173,12 +188,12 @@ class LLM:
             self.engine.abort(requests)
 
     def _requests(self, ids: list[int], params: SamplingParams) -> list[Request]:
-        """The `n` requests of one prompt; the first one alone scores the prompt."""
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        """The `n` requests of one prompt, checked; the first one alone scores the prompt."""
+        number = next(self._numbers)
         limit = self.engine_config.max_model_len
         most = limit if params.max_tokens is None else min(len(ids) + params.max_tokens, limit)
         seed = self._seeds.getrandbits(32) if params.seed is None else params.seed
-        return [
+        requests = [
             Request(
                 request_id=str(number),
                 prompt_token_ids=ids,
@@ -190,6 +205,8 @@ class LLM:
             )
             for index in range(params.n)
         ]
+        self.engine.check(requests[0])
+        return requests
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it came as text, and its token ids."""
@@ -202,14 +219,7 @@ class LLM:
             prompt = prompt.get("prompt", prompt)
         if not isinstance(prompt, str):
             raise ValueError(f'a prompt is text, {{"prompt": …}} or {{"prompt_token_ids": […]}}; got {prompt!r}')
-        return prompt, self._need_tokenizer().encode(prompt)
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(
-                'this LLM has no tokenizer (skip_tokenizer_init, or random weights); pass {"prompt_token_ids": […]}'
-            )
-        return self.tokenizer
+        return prompt, self.get_tokenizer().encode(prompt)
 
 
 def _mesh(tensor_parallel_size: int, mesh: Mesh | None) -> Mesh:
@@ -236,9 +246,18 @@ def _model_len(max_model_len: int | None, config: ModelConfig) -> int:
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling params for {count} prompts; pass one for all, or one per prompt")
-    return list(params)
+    each = _listed(params, "sampling_params")
+    if odd := [entry for entry in each if not isinstance(entry, SamplingParams)]:
+        raise ValueError(f"sampling_params holds {odd[0]!r}; it must be a SamplingParams, or a list of them")
+    if len(each) != count:
+        raise ValueError(f"{len(each)} sampling params for {count} prompts; pass one for all, or one per prompt")
+    return each
+
+
+def _listed(values: Any, name: str) -> list[Any]:
+    if isinstance(values, (str, dict)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} is {values!r}, which is no list")
+    return list(values)
 
 
 def _request_output(text: str | None, outputs: list[OutputBuilder]) -> RequestOutput:

@@ -48,7 +48,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        self._check_integers()
+        self._check_types()
         check = self._check
         check("n", 1 <= self.n <= MAX_CHOICES, f"between 1 and {MAX_CHOICES}")
         check("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive finite number")
@@ -66,11 +66,16 @@ class SamplingParams:
         check("stop", all(isinstance(s, str) and s for s in self.stop_strings), "one or more non-empty strings")
         check("stop", self.detokenize or not self.stop_strings, "empty when detokenize is False")
 
-    def _check_integers(self) -> None:
+    def _check_types(self) -> None:
         names = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
         for name in names:
             value = getattr(self, name)
             self._check(name, value is None or _is_integer(value), "an integer")
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            self._check(name, hasattr(value, "__float__") and not isinstance(value, (bool, str)), "a number")
+        stop = self.stop
+        self._check("stop", stop is None or isinstance(stop, (str, Sequence)), "one or more non-empty strings")
         ids = self.stop_token_ids
         listed = ids is None or (isinstance(ids, Iterable) and all(_is_integer(token_id) for token_id in ids))
         self._check("stop_token_ids", listed, "a list of token ids")

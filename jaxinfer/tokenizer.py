@@ -56,7 +56,11 @@ class Tokenizer:
         return frozenset(i for i, token in self.raw.added_tokens_decoder.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens that the tokenizer adds by default, such as BOS."""
+        """Token ids of a plain prompt, with the special tokens that the tokenizer adds by default, such as BOS.
+
+        Raises ValueError for text with lone surrogates, as come from bytes that are no UTF-8.
+        """
+        _check_text(text)
         return self.raw.encode(text, verbose=False)
 
     def encode_chat(
@@ -85,8 +89,9 @@ class Tokenizer:
             text = self.raw.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # TypeError: content in parts, where the template wants text
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+        _check_text(text)
         return self.raw.encode(text, add_special_tokens=False, verbose=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -109,6 +114,15 @@ class Tokenizer:
             text = self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]
             self._token_texts[token_id] = text
         return text
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt is not valid Unicode text ({error}); was it read from bytes that are no UTF-8?"
+        ) from error
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

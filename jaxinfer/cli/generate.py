@@ -36,7 +36,7 @@ sampling_options = options(
 @click.command(cls=Command)
 @click.option("--model", required=True, help="A folder, a GGUF file, a native checkpoint, or a Hugging Face id.")
 @click.option("--prompt", "prompts", multiple=True, help="A prompt; may be repeated.")
-@click.option("--prompt-file", type=click.File(encoding="utf-8"), help="One prompt per line; - reads stdin.")
+@click.option("--prompt-file", type=click.File(encoding="utf-8-sig"), help="One prompt per line; - reads stdin.")
 @click.option("--chat", is_flag=True, help="Put each prompt through the model's chat template, as the user's words.")
 @click.option("--system", help="With --chat: the system message.")
 @click.option(
@@ -117,6 +117,8 @@ def _check(
     """Refuse, before anything is loaded, what the options cannot mean together."""
     if not prompts:
         raise click.UsageError("no prompt; give --prompt TEXT, or --prompt-file FILE with one prompt per line")
+    if any(not prompt for prompt in prompts):
+        raise click.UsageError("a prompt is empty; give it at least one character")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat: only a chat template has a place for it")
     if stream and as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from jaxinfer.engine.request import Request
 from jaxinfer.engine.sampler import RowLogprobs
 from jaxinfer.engine.scheduler import Scheduled, Scheduler
 from jaxinfer.engine.step import StepOutput, StepRunner
+from jaxinfer.outputs import TextDelta
 from jaxinfer.sampling_params import MAX_SUPPRESSED
 from jaxinfer.tokenizer import Tokenizer
 
@@ -31,7 +33,10 @@ class StepInFlight:
 
 
 class Engine:
-    """Runs requests until they finish. Knows nothing of text prompts or devices."""
+    """Runs requests until they finish. Knows nothing of text prompts or devices.
+
+    Threads may share it: one call at a time changes anything, and a step advances everybody's requests.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._outputs: dict[Request, OutputBuilder] = {}
         self._in_flight: deque[StepInFlight] = deque()
+        self._lock = threading.RLock()
         self.scheduler = Scheduler(
             groups=config.cache_groups,
             num_pages=num_pages,
@@ -66,29 +72,37 @@ class Engine:
     @interrupts_held()
     def add(self, request: Request) -> OutputBuilder:
         """Queue a request that `check` accepts."""
-        self.scheduler.add(request)
-        output = OutputBuilder(request, self._tokenizer)
-        self._outputs[request] = output
-        return output
+        with self._lock:
+            self.scheduler.add(request)
+            output = OutputBuilder(request, self._tokenizer)
+            self._outputs[request] = output
+            return output
 
     @interrupts_held()
     def abort(self, requests: Iterable[Request]) -> None:
         """End requests now and free their pages; those that are finished are left alone."""
-        for request in requests:
-            if output := self._outputs.pop(request, None):
-                output.finish("abort")
-                self.scheduler.finish(request)
+        with self._lock:
+            for request in requests:
+                if output := self._outputs.pop(request, None):
+                    output.finish("abort")
+                    self.scheduler.finish(request)
+
+    def take_delta(self, output: OutputBuilder) -> TextDelta:
+        """What a request produced since it was last asked."""
+        with self._lock:
+            return output.take_delta()
 
     @interrupts_held()
     def step(self) -> list[OutputBuilder]:
         """Dispatch a step, and read the oldest one once enough are in flight. Returns the outputs that grew."""
-        if scheduled := self.scheduler.schedule():
-            batch = self._builder.build(scheduled)
-            output = self._runner.run(batch)
-            self._in_flight.append(StepInFlight(scheduled, output, batch.shape.scored))
-        if self._in_flight and (not scheduled or len(self._in_flight) >= self._engine.steps_in_flight):
-            return self._postprocess(self._in_flight.popleft())
-        return []
+        with self._lock:
+            if scheduled := self.scheduler.schedule():
+                batch = self._builder.build(scheduled)
+                output = self._runner.run(batch)
+                self._in_flight.append(StepInFlight(scheduled, output, batch.shape.scored))
+            if self._in_flight and (not scheduled or len(self._in_flight) >= self._engine.steps_in_flight):
+                return self._postprocess(self._in_flight.popleft())
+            return []
 
     def _postprocess(self, step: StepInFlight) -> list[OutputBuilder]:
         """Read a step's result and hand each sequence its part. Ids past a stop are dropped."""

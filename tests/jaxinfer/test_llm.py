@@ -3,6 +3,7 @@
 import gc
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -185,3 +186,43 @@ def test_without_a_tokenizer_text_is_refused(models):
             call()
     assert len(llm.generate(ids(3), GREEDY)[0].outputs[0].token_ids) == 8
     assert llm.generate(ids(3), GREEDY)[0].outputs[0].text == ""
+
+
+def test_threads_share_the_engine(models):
+    """Each gets what it would get alone, and nobody waits for another's steps."""
+    llm = models("llama")
+    prompts = [ids(length) for length in (3, 9, 20, 33)]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    want = [tokens(llm.generate(prompt, params)) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for _ in range(3):
+            got = [pool.submit(llm.generate, prompt, params) for prompt in prompts]
+            assert [tokens(future.result(timeout=60)) for future in got] == want
+            streams = [pool.submit(lambda prompt: list(llm.stream(prompt, params)), prompt) for prompt in prompts]
+            told = [[i for delta in future.result(timeout=60) for i in delta.token_ids] for future in streams]
+            assert told == [choices[0][0] for choices in want]
+    assert_idle(llm)
+
+
+def test_the_keywords_vllm_users_know(successor):
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    [output] = successor.generate(prompts="a", sampling_params=params, use_tqdm=False)
+    assert output.outputs[0].token_ids == successor.generate("a", params)[0].outputs[0].token_ids
+    assert successor.get_tokenizer() is successor.tokenizer
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(5), "prompts is 5, which is no list"),
+        (lambda llm: llm.generate(None), "prompts is None, which is no list"),
+        (lambda llm: llm.generate("a", {"max_tokens": 3}), "sampling_params is .* which is no list"),
+        (lambda llm: llm.generate("a", [3]), "sampling_params holds 3; it must be a SamplingParams"),
+        (lambda llm: llm.generate("bad \udcff"), "the prompt is not valid Unicode text"),
+        (lambda llm: llm.chat([]), "the chat has no messages"),
+        (lambda llm: llm.stream("a", 3), "sampling_params is 3, which is no list"),
+    ],
+)
+def test_what_is_no_prompt(successor, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(successor)
