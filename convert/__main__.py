@@ -32,9 +32,10 @@ def main(source: str, destination: Path, dtype: str | None, force: bool) -> None
     try:
         checkpoint = open_checkpoint(resolve(source))
         # Imported late: --help answers without jax and transformers, and so do mistakes in SRC.
-        from convert.native import save_native
+        from convert.native import check_destination, save_native
         from convert.tokenizer import load_tokenizer
 
+        check_destination(destination, force)
         try:
             tokenizer = load_tokenizer(checkpoint.path)
         except FileNotFoundError as error:

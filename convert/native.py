@@ -54,7 +54,7 @@ def save_native(
         raise ValueError(f"dtype '{dtype}' is not supported; supported: {', '.join(NUMPY_DTYPES)}")
     if checkpoint.format == "native":
         raise ValueError(f"{checkpoint.path} is a native checkpoint already; copy the folder")
-    _check_destination(path, force)
+    check_destination(path, force)
     weights: dict[str, jax.Array] = {}
     host = jax.local_devices(backend="cpu")[0]  # Orbax would copy a numpy array
     leaves = dict(flatten(declare(checkpoint.config)))
@@ -158,7 +158,8 @@ def _batches(leaves: dict[str, Any]) -> Iterator[list[str]]:
     yield batch
 
 
-def _check_destination(path: Path, force: bool) -> None:
+def check_destination(path: Path, force: bool) -> None:
+    """Raises FileExistsError unless a native checkpoint may be written at `path`."""
     if not path.exists():
         return
     if not force:

@@ -82,7 +82,7 @@ def latency(
         "decode": f"{r.decode_tokens_per_s:.1f} tokens/s, {r.decode_step_ms:.2f} ms per step",
         "time to first token": f"{r.time_to_first_token * 1e3:.1f} ms",
         "weights": f"{r.weight_gb_per_step:.2f} GB per step, {r.weight_gb_per_s:.1f} GB/s",
-        "total": f"{r.total_time:.2f} s",
+        "total": f"{r.total_time:.2f} s, of one run; the programs were compiled before, in a run not measured",
     }
     _print(result, startup, rows, as_json)
 

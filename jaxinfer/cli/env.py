@@ -26,7 +26,16 @@ PACKAGES = (
     "numpy",
 )
 CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
-VARIABLES = ("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH")
+VARIABLES = (
+    "JAX_",
+    "JAXINFER_",
+    "XLA_",
+    "NCCL_",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "LD_LIBRARY_PATH",
+)
 """Starts of the names of the environment variables that change results."""
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 
