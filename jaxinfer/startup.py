@@ -73,7 +73,9 @@ def _plan_pages(
 ) -> tuple[int, ...]:
     """The memory left after weights and a step's temporaries, both measured, in pages."""
     itemsize, shards = model.dtype.itemsize, mesh.shape["tensor"]
-    if config.cache.num_pages is not None or mesh.devices.flat[0].platform == "cpu":
+    if config.cache.num_pages is not None:
+        return cache.plan_pages(model.config, config, itemsize, 0, shards)
+    if mesh.devices.flat[0].platform == "cpu":
         free = memory.free_bytes(mesh, temporaries=0)
         return cache.plan_pages(model.config, config, itemsize, free, shards)
     small = _abstract_state(model, mesh, config, cache.pages_per_sequence(model.config, config))

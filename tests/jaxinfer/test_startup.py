@@ -3,7 +3,9 @@
 import functools
 import threading
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxinfer import compilation, memory
@@ -34,6 +36,15 @@ def test_a_users_memory_fraction_wins(monkeypatch, name):
     memory.reserve(0.9)
     assert memory.os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.9"
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+
+
+def test_a_gpu_has_what_its_fullest_device_leaves():
+    """The share asked for is the backend's limit already; weights and temporaries come off it."""
+    gpus = np.empty(2, object)
+    for i, used in enumerate((300, 500)):
+        stats = {"bytes_limit": 1000, "bytes_in_use": used}
+        gpus[i] = SimpleNamespace(platform="gpu", memory_stats=lambda stats=stats: stats)
+    assert memory.free_bytes(SimpleNamespace(devices=gpus, local_devices=list(gpus)), temporaries=120) == 380
 
 
 class Slow:

@@ -103,6 +103,14 @@ def test_a_layer_costs_two_all_reduces_and_nothing_else(tied):
         assert count(kind, three) == count(kind, one) == (kind == "all-gather"), kind
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_logits_are_gathered_and_not_the_head(tied):
+    """Gathering the weights is one all-gather as well, of hidden_size rows or columns instead of the batch's."""
+    gathered = [line for line in decode_program(1, size=4, tied=tied).splitlines() if " all-gather(" in line]
+    [shape] = [re.search(r"= \w+\[([\d,]+)\]", line).group(1) for line in gathered]
+    assert "64" not in shape.split(","), shape
+
+
 def test_one_device_communicates_nothing():
     assert count("all-reduce", decode_program(1, size=1)) == 0
 
