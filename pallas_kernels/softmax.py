@@ -27,12 +27,24 @@ def start(shape: tuple[int, ...]) -> Running:
     return Running(jnp.full(shape[:-1], -jnp.inf), jnp.zeros(shape[:-1]), jnp.zeros(shape))
 
 
-def update(running: Running, q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array, scale: float) -> Running:
+def update(
+    running: Running,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    valid: jax.Array,
+    scale: float,
+    soft_cap: float | None = None,
+) -> Running:
     """Take in more keys. q: [..., queries, head_dim]; k, v: [..., keys, head_dim]; valid: to [..., queries, keys].
+
+    soft_cap: scores become soft_cap * tanh(score / soft_cap).
 
     Values no query may see are zeroed by select: a weight of zero does not stop a NaN in an unused slot.
     """
     scores = jnp.einsum("...qd,...kd->...qk", q, k, preferred_element_type=jnp.float32, precision=PRECISION) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(valid, scores, -jnp.inf)
     maximum = jnp.maximum(running.maximum, scores.max(-1))
     finite = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
@@ -45,7 +57,14 @@ def update(running: Running, q: jax.Array, k: jax.Array, v: jax.Array, valid: ja
     return Running(maximum, running.total * fade + weights.sum(-1), running.values * fade[..., None] + new)
 
 
-def finish(running: Running, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The weighted mean, [..., queries, head_dim]; zero for a query that saw no key."""
-    total = jnp.where(running.total == 0.0, 1.0, running.total)
+def finish(running: Running, dtype: jax.typing.DTypeLike, sinks: jax.Array | None = None) -> jax.Array:
+    """The weighted mean, [..., queries, head_dim]; zero for a query that saw no key.
+
+    sinks: to [..., queries] f32, the score of one more key whose value is zero (Xiao et al. 2023).
+    """
+    total = running.total
+    if sinks is not None:
+        seen = ~jnp.isneginf(running.maximum)
+        total = total + jnp.where(seen, jnp.exp(sinks - jnp.where(seen, running.maximum, 0.0)), 0.0)
+    total = jnp.where(total == 0.0, 1.0, total)
     return (running.values / total[..., None]).astype(dtype)

@@ -2,39 +2,67 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
-from pallas_kernels import choice
+from pallas_kernels import choice, tiles
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_decode import xla
-from pallas_kernels.tiles import CPU, Tiles
+from pallas_kernels.target import CPU, Target
+
+MOST_QUERIES = 8
 
 
 def paged_decode(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    pages: KVPages,
     block_tables: jax.Array,
     lengths: jax.Array,
     *,
     scale: float,
     window: int | None = None,
-    tiles: Tiles = CPU,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    plan: Any = None,
+    target: Target = CPU,
     implementation: choice.Implementation = None,
+    interpret: Any = None,
 ) -> jax.Array:
-    """Attention of each sequence's newest token over its cache, itself included (append first).
+    """Attention of each sequence's newest tokens over its cache, themselves included (append first).
 
-    q: [batch, kv_heads, q_per_kv, head_dim]; k_pages, v_pages: [pages, kv_heads, page_size, head_dim];
-    block_tables: [batch, width] i32, the pages of each sequence in order; lengths: [batch] i32, tokens in the cache;
-    window: how many tokens back the query sees, itself included. Returns [batch, kv_heads, q_per_kv, head_dim], zero
-    where the length is 0. Slots past a length, and pages of no sequence, may hold anything.
-    tiles: how much the XLA version reads at once.
+    q: [batch, kv_heads, q_per_kv, head_dim], one token a sequence, or [batch, queries, kv_heads, q_per_kv, head_dim],
+    the newest `queries` <= 8, each seeing those before it. block_tables: [batch, width] i32, the pages of each sequence
+    in order; lengths: [batch] i32, tokens in the cache; window: how many tokens back a query sees, itself included;
+    soft_cap: scores become soft_cap * tanh(score / soft_cap); sinks: [kv_heads, q_per_kv] f32, per query head the score
+    of one more key whose value is zero. Returns the shape of q, zero where a query sees nothing. Slots past a length,
+    and pages of no sequence, may hold anything.
     Raises ValueError if shapes disagree.
     """
-    batch, kv_heads, _, head_dim = q.shape
-    choice.check_shape("k_pages", k_pages, (None, kv_heads, None, head_dim))
-    choice.check_shape("v_pages", v_pages, k_pages.shape)
+    single = q.ndim == 4
+    q = q[:, None] if single else q
+    pages.check()
+    choice.check_shape("q", q, (None, None, pages.kv_heads, None, pages.head_dim))
+    batch, queries, kv_heads, q_per_kv, _ = q.shape
+    if not 1 <= queries <= MOST_QUERIES:
+        raise ValueError(
+            f"q has {queries} queries a sequence; paged_decode takes 1 to {MOST_QUERIES}, paged_prefill any"
+        )
     choice.check_shape("block_tables", block_tables, (batch, None))
     choice.check_shape("lengths", lengths, (batch,))
+    if sinks is not None:
+        choice.check_shape("sinks", sinks, (kv_heads, q_per_kv))
     choice.check_window(window)
-    choice.resolve("paged_decode", implementation)
-    return xla.paged_decode(q, k_pages, v_pages, block_tables, lengths, scale=scale, window=window, tiles=tiles)
+    choice.resolve("paged_decode", implementation, target.lacks_hopper() or "it has no kernel yet")
+    out = xla.paged_decode(
+        q,
+        pages,
+        block_tables,
+        lengths,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        tiles=tiles.for_platform(target.platform),
+    )
+    return out[:, 0] if single else out

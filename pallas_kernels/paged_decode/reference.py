@@ -1,45 +1,66 @@
-"""What paged_decode means: numpy, float32, one sequence and one head at a time."""
+"""What paged_decode means: numpy, float32, one sequence, one query and one head at a time."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pallas_kernels.kv_pages import KVPages
+
 Array = NDArray[np.float32]
 Ids = NDArray[np.int32]
 
 
-def gather(pages: Array, table: Ids, head: int, start: int, stop: int) -> Array:
-    """Rows start to stop of one sequence and kv head: [stop - start, head_dim]."""
-    page_size = pages.shape[2]
-    return np.stack([pages[table[i // page_size], head, i % page_size] for i in range(start, stop)])
+def gather(pages: KVPages, table: Ids, head: int, start: int, stop: int) -> tuple[Array, Array]:
+    """Keys and values start to stop of one sequence and kv head, dequantized: [stop - start, head_dim] each."""
+    keys, values = [], []
+    for position in range(start, stop):
+        page, slot = table[position // pages.page_size], position % pages.page_size
+        key = np.asarray(pages.k[page, head, slot], np.float32)
+        value = np.asarray(
+            pages.v[page, head, :, slot] if pages.v_transposed else pages.v[page, head, slot], np.float32
+        )
+        if pages.k_scales is not None and pages.v_scales is not None:
+            key, value = key * pages.k_scales[page, head, slot], value * pages.v_scales[page, head, slot]
+        keys.append(key)
+        values.append(value)
+    return np.stack(keys), np.stack(values)
 
 
-def attend(q: Array, k: Array, v: Array, scale: float) -> Array:
-    """softmax(scale · q kᵀ) v of one query. q: [head_dim]; k, v: [keys, head_dim]."""
+def attend(q: Array, k: Array, v: Array, scale: float, soft_cap: float | None, sink: np.float32 | None) -> Array:
+    """softmax(scale · q kᵀ) v of one query. q: [head_dim]; k, v: [keys, head_dim]; sink: a score without a value."""
     scores = (k @ q) * np.float32(scale)
-    weights = np.exp(scores - scores.max())
-    return (weights / weights.sum()) @ v
+    if soft_cap is not None:
+        scores = np.float32(soft_cap) * np.tanh(scores / np.float32(soft_cap))
+    most = scores.max() if sink is None else max(scores.max(), sink)
+    weights = np.exp(scores - most)
+    total = weights.sum() + (0 if sink is None else np.exp(sink - most))
+    return (weights / total) @ v
 
 
 def paged_decode(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    pages: KVPages,
     block_tables: Ids,
     lengths: Ids,
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
-    """Shapes as in `api.paged_decode`."""
-    out = np.zeros_like(q)
-    for b, length in enumerate(lengths):
-        start = 0 if window is None else max(0, int(length) - window)
-        for head in range(q.shape[1]):
-            if length:
-                k = gather(k_pages, block_tables[b], head, start, length)
-                v = gather(v_pages, block_tables[b], head, start, length)
-                for i in range(q.shape[2]):
-                    out[b, head, i] = attend(q[b, head, i], k, v, scale)
+    """Shapes as in `api.paged_decode`; the leaves of `pages` are numpy arrays."""
+    if q.ndim == 4:
+        options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+        return paged_decode(q[:, None], pages, block_tables, lengths, **options)[:, 0]
+    batch, queries, kv_heads, q_per_kv, _ = q.shape
+    out = np.zeros(q.shape, np.float32)
+    for b, t, head in np.ndindex(batch, queries, kv_heads):
+        stop = int(lengths[b]) - (queries - 1 - t)  # what a query sees ends with itself
+        start = 0 if window is None else max(0, stop - window)
+        if stop > 0:
+            k, v = gather(pages, block_tables[b], head, start, stop)
+            for i in range(q_per_kv):
+                sink = None if sinks is None else sinks[head, i]
+                out[b, t, head, i] = attend(q[b, t, head, i].astype(np.float32), k, v, scale, soft_cap, sink)
     return out

@@ -6,41 +6,48 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.tiles import Tiles
 
 
 def paged_decode(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    pages: KVPages,
     block_tables: jax.Array,
     lengths: jax.Array,
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     tiles: Tiles,
 ) -> jax.Array:
-    """Shapes as in `api.paged_decode`."""
-    page_size, width = k_pages.shape[2], block_tables.shape[1]
-    chunk = min(max(1, tiles.decode_keys // page_size), width)
-    span = chunk * page_size
+    """q: [batch, queries, kv_heads, q_per_kv, head_dim]; otherwise as in `api.paged_decode`."""
+    batch, queries, kv_heads, q_per_kv, head_dim = q.shape
+    width = block_tables.shape[1]
+    chunk = min(max(1, tiles.decode_keys // pages.page_size), width)
+    span = chunk * pages.page_size
     block_tables = jnp.pad(block_tables, ((0, 0), (0, -width % chunk)))
-    heads = jnp.arange(q.shape[1])[None, :, None]
-    first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
+    rows = q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, queries * q_per_kv, head_dim)
+    heads = jnp.arange(kv_heads)[None, :, None]
+    # [batch, queries * q_per_kv]: how many keys each query sees, and the first of them
+    stops = jnp.repeat(lengths[:, None] - jnp.arange(queries - 1, -1, -1), q_per_kv, axis=1)
+    firsts = jnp.zeros_like(stops) if window is None else jnp.maximum(stops - window, 0)
 
     def take(i: int | jax.Array, running: softmax.Running) -> softmax.Running:
-        pages = jax.lax.dynamic_slice_in_dim(block_tables, i * chunk, chunk, axis=1)[:, None, :]
-        # [batch, kv_heads, chunk, page_size, head_dim]: one tile per (page, head), no transpose
-        k, v = (x[pages, heads].reshape(*q.shape[:2], span, -1) for x in (k_pages, v_pages))
+        ids = jax.lax.dynamic_slice_in_dim(block_tables, i * chunk, chunk, axis=1)[:, None, :]
+        k, v = pages.gather(ids, heads, q.dtype)  # [batch, kv_heads, span, head_dim]
         positions = i * span + jnp.arange(span)
-        valid = (positions < lengths[:, None]) & (positions >= first[:, None])
-        return softmax.update(running, q, k, v, valid[:, None, None, :], scale)
+        valid = (positions < stops[..., None]) & (positions >= firsts[..., None])
+        return softmax.update(running, rows, k, v, valid[:, None], scale, soft_cap)
 
-    running = softmax.start(q.shape)
+    running = softmax.start(rows.shape)
     if chunk == width:
         running = take(0, running)
     elif tiles.decode_whole_tables:
         running = jax.lax.fori_loop(0, -(-width // chunk), take, running)
     else:
-        running = jax.lax.fori_loop(first.min() // span, (lengths.max() + span - 1) // span, take, running)
-    return softmax.finish(running, q.dtype)
+        running = jax.lax.fori_loop(firsts.min() // span, (lengths.max() + span - 1) // span, take, running)
+    row_sinks = None if sinks is None else jnp.tile(sinks, (1, queries))[None]
+    out = softmax.finish(running, q.dtype, row_sinks)
+    return out.reshape(batch, kv_heads, queries, q_per_kv, head_dim).transpose(0, 2, 1, 3, 4)

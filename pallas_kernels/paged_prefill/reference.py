@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import numpy as np
 
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_decode.reference import Array, Ids, paged_decode
 
 
 def paged_prefill(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    pages: KVPages,
     block_tables: Ids,
     query_start: Ids,
     lengths: Ids,
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Shapes as in `api.paged_prefill`."""
-    out = np.zeros_like(q)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    out = np.zeros(q.shape, np.float32)
     for b, length in enumerate(lengths):
         rows = range(query_start[b], query_start[b + 1])
         for row in rows:
             context = np.asarray([length - (rows.stop - 1 - row)], np.int32)
             table = block_tables[b : b + 1]
-            out[row] = paged_decode(q[row : row + 1], k_pages, v_pages, table, context, scale=scale, window=window)[0]
+            out[row] = paged_decode(q[row : row + 1], pages, table, context, **options)[0]
     return out

@@ -6,24 +6,26 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.tiles import Tiles
 
 
 def paged_prefill(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    pages: KVPages,
     block_tables: jax.Array,
     query_start: jax.Array,
     lengths: jax.Array,
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     tiles: Tiles,
 ) -> jax.Array:
     """Shapes as in `api.paged_prefill`. A block holds rows of one sequence; sequences need not start on a multiple."""
     tokens, kv_heads, q_per_kv, head_dim = q.shape
-    page_size, width = k_pages.shape[2], block_tables.shape[1]
+    page_size, width = pages.page_size, block_tables.shape[1]
     rows = min(tiles.prefill_rows, tokens)
     chunk = min(max(1, tiles.prefill_keys // page_size), width)
     span = chunk * page_size
@@ -33,6 +35,8 @@ def paged_prefill(
     counts = query_start[1:] - query_start[:-1]
     blocks = (counts + rows - 1) // rows
     ends = jnp.cumsum(blocks)
+
+    row_sinks = None if sinks is None else jnp.repeat(sinks, rows, axis=1)
 
     def attend_block(block: jax.Array, out: jax.Array) -> jax.Array:
         sequence = jnp.searchsorted(ends, block, side="right")
@@ -45,16 +49,20 @@ def paged_prefill(
         first = 0 if window is None else jnp.maximum(position[0] - window + 1, 0)
 
         def take(i: jax.Array, running: softmax.Running) -> softmax.Running:
-            pages = jax.lax.dynamic_slice(block_tables, (sequence, i * chunk), (1, chunk))
-            k, v = (x[pages, jnp.arange(kv_heads)[:, None]].reshape(kv_heads, span, -1) for x in (k_pages, v_pages))
+            ids = jax.lax.dynamic_slice(block_tables, (sequence, i * chunk), (1, chunk))
+            k, v = pages.gather(ids, jnp.arange(kv_heads)[:, None], q.dtype)  # [kv_heads, span, head_dim]
             keys = i * span + jnp.arange(span)
             valid = (keys <= position[:, None]) & (keys <= last)
             if window is not None:
                 valid &= keys > position[:, None] - window
-            return softmax.update(running, q_block, k, v, jnp.tile(valid, (q_per_kv, 1)), scale)
+            return softmax.update(running, q_block, k, v, jnp.tile(valid, (q_per_kv, 1)), scale, soft_cap)
 
         running = jax.lax.fori_loop(first // span, last // span + 1, take, softmax.start(q_block.shape))
-        result = softmax.finish(running, q.dtype).reshape(kv_heads, q_per_kv, rows, head_dim).transpose(2, 0, 1, 3)
+        result = (
+            softmax.finish(running, q.dtype, row_sinks)
+            .reshape(kv_heads, q_per_kv, rows, head_dim)
+            .transpose(2, 0, 1, 3)
+        )
         mine = (row + jnp.arange(rows) < counts[sequence])[:, None, None, None]
         old = jax.lax.dynamic_slice_in_dim(out, here, rows)
         return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(mine, result, old), here, axis=0)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pallas_kernels.kv_pages import KVPages, quantize_tokens
+
 Array = NDArray[np.float32]
 
 
@@ -40,6 +42,15 @@ class Cache:
     k: Array
     v: Array
     tables: NDArray[np.int32]
+
+    def pages(self, dtype: str = "float32", *, v_transposed: bool | None = None) -> KVPages:
+        """As stored in `dtype`, numpy leaves. 8 bits: unused slots hold garbage and NaN scales."""
+        if dtype not in ("int8", "float8_e4m3fn"):
+            return KVPages(self.k.astype(dtype), self.v.astype(dtype))
+        with np.errstate(invalid="ignore"):
+            (k, k_scales), (v, v_scales) = (map(np.asarray, quantize_tokens(x, dtype)) for x in (self.k, self.v))
+        turned = v_transposed is not False
+        return KVPages(k, v.swapaxes(-1, -2).copy() if turned else v, k_scales, v_scales, v_transposed=turned)
 
 
 def normal(rng: np.random.Generator, *shape: int) -> Array:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_decode import paged_decode, reference
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.paged_decode import paged_decode, reference, xla
 from pallas_kernels.tiles import CPU, GPU
 from tests.pallas_kernels.paged_cases import Layout, make_cache, normal, tolerance
 
@@ -31,22 +32,24 @@ CASES = [
 ]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "tiles"))
-def jitted(*args, scale, window, tiles):
-    return paged_decode(*args, scale=scale, window=window, tiles=tiles, implementation="xla")
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap", "tiles"))
+def jitted(q, *args, **options):
+    single = q.ndim == 4
+    out = xla.paged_decode(q[:, None] if single else q, *args, **options)
+    return out[:, 0] if single else out
 
 
-def attend(implementation, q, cache, lengths, layout, pages_per_chunk=2, dtype="float32"):
+def attend(implementation, q, cache, lengths, layout, pages_per_chunk=2, dtype="float32", pages=None, **options):
+    """pages: as stored, if not in `dtype`."""
     lengths = np.asarray(lengths, np.int32)
+    options |= {"scale": layout.scale, "window": layout.window}
     if implementation == "reference":
-        return reference.paged_decode(
-            q, cache.k, cache.v, cache.tables, lengths, scale=layout.scale, window=layout.window
-        )
-    args = (q.astype(dtype), cache.k.astype(dtype), cache.v.astype(dtype), cache.tables, lengths)
+        return reference.paged_decode(q, pages or cache.pages(), cache.tables, lengths, **options)
+    args = (q.astype(dtype), pages or cache.pages(dtype), cache.tables, lengths)
     tiles = dataclasses.replace(
         CPU if pages_per_chunk > 0 else GPU, decode_keys=abs(pages_per_chunk) * layout.page_size
     )
-    out = jitted(*args, scale=layout.scale, window=layout.window, tiles=tiles)
+    out = jitted(*args, tiles=tiles, **options)
     assert out.dtype == dtype
     return np.asarray(out, np.float32)
 
@@ -135,20 +138,64 @@ def test_pages_may_be_shared_and_lie_anywhere(implementation):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k_pages": (5, 3, 4, 64)}, r"k_pages has shape \(5, 3, 4, 64\); it must be \[any, 2, any, 64\]"),
-        ({"k_pages": (5, 2, 4, 32)}, r"k_pages has shape .*; it must be \[any, 2, any, 64\]"),
-        ({"v_pages": (5, 2, 8, 64)}, r"v_pages has shape \(5, 2, 8, 64\); it must be \[5, 2, 4, 64\]"),
+        ({"q": (4, 3, 3, 64)}, r"q has shape \(4, 1, 3, 3, 64\); it must be \[any, any, 2, any, 64\]"),
+        ({"q": (4, 2, 3, 32)}, r"q has shape .*; it must be \[any, any, 2, any, 64\]"),
+        ({"q": (4, 9, 2, 3, 64)}, "q has 9 queries a sequence; paged_decode takes 1 to 8, paged_prefill any"),
+        ({"v": (5, 2, 8, 64)}, r"v has shape \(5, 2, 8, 64\); it must be \[5, 2, 4, 64\]"),
+        ({"sinks": (2, 4)}, r"sinks has shape \(2, 4\); it must be \[2, 3\]"),
         ({"block_tables": (3, 7)}, r"block_tables has shape \(3, 7\); it must be \[4, any\]"),
         ({"lengths": (4, 1)}, r"lengths has shape \(4, 1\); it must be \[4\]"),
         ({"window": 0}, "window is 0; it must be at least 1 token, or None for all"),
-        ({"implementation": "triton"}, "paged_decode has no implementation 'triton'; it has: xla"),
+        ({"implementation": "triton"}, "paged_decode has no implementation 'triton'; it has: mosaic, xla"),
+        (
+            {"implementation": "mosaic"},
+            "the kernel of paged_decode cannot run: .* this is a CPU; use implementation='xla'",
+        ),
     ],
 )
 def test_errors(change, message):
-    shapes = {"q": (4, 2, 3, 64), "k_pages": (5, 2, 4, 64), "v_pages": (5, 2, 4, 64)}
+    shapes = {"q": (4, 2, 3, 64), "k": (5, 2, 4, 64), "v": (5, 2, 4, 64), "sinks": (2, 3)}
     ids = {"block_tables": (4, 7), "lengths": (4,)}
     options = {name: value for name, value in change.items() if name not in shapes | ids}
     arrays = {name: jnp.zeros(change.get(name, shape)) for name, shape in shapes.items()}
     arrays |= {name: jnp.zeros(change.get(name, shape), jnp.int32) for name, shape in ids.items()}
+    pages = KVPages(arrays.pop("k"), arrays.pop("v"))
     with pytest.raises(ValueError, match=message):
-        paged_decode(**arrays, scale=1.0, **options)
+        paged_decode(pages=pages, **arrays, scale=1.0, **options)
+
+
+OPTIONS = [
+    {"soft_cap": 0.5},
+    {"sinks": True},
+    {"soft_cap": 2.0, "sinks": True, "queries": 3},
+    {"queries": 8},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
+def test_options_and_cache_dtypes(options, window, dtype):
+    """Several queries see each other causally; 8-bit pages are read as stored, by both alike."""
+    layout = Layout(64, 2, 3, page_size=4, width=7, window=window)
+    lengths = [28, 1, 9, 0, 16, 17]
+    cache = make_cache(layout, lengths, seed=7)
+    queries = options.get("queries", 1)
+    rng = np.random.default_rng(8)
+    shape = (6, queries, 2, 3, 64) if queries > 1 else (6, 2, 3, 64)
+    q = normal(rng, *shape) * 3
+    extra = {"soft_cap": options.get("soft_cap"), "sinks": normal(rng, 2, 3) if "sinks" in options else None}
+    stored = cache.pages(dtype)
+    out = attend("xla", q, cache, lengths, layout, pages=stored, **extra)
+    want = attend("reference", q, cache, lengths, layout, pages=stored, **extra)
+    assert np.isfinite(want).all()
+    np.testing.assert_allclose(out, want, **tolerance("float32", 64))
+
+
+def test_rows_of_v_or_columns():
+    """8-bit values are stored either way; the result is the same to the bit."""
+    cache = make_cache(SMALL, [28, 5, 17, 3], seed=9)
+    q = normal(np.random.default_rng(10), 4, 2, 3, 64)
+    either = [cache.pages("int8", v_transposed=turned) for turned in (False, True)]
+    rows, columns = (attend("xla", q, cache, [28, 5, 17, 3], SMALL, pages=stored) for stored in either)
+    np.testing.assert_array_equal(rows, columns)

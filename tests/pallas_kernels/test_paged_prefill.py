@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_prefill import paged_prefill, reference, xla
 from pallas_kernels.tiles import CPU
 from tests.pallas_kernels.paged_cases import Layout, make_cache, normal, tolerance
@@ -19,10 +20,12 @@ SMALL = Layout(head_dim=64, kv_heads=2, q_per_kv=3, page_size=4, width=9)
 
 # Small blocks and chunks take the loops of the portable version round several times, also on short sequences.
 JITTED = {
-    "xla": jax.jit(functools.partial(paged_prefill, implementation="xla"), static_argnames=("scale", "window")),
+    "xla": jax.jit(
+        functools.partial(paged_prefill, implementation="xla"), static_argnames=("scale", "window", "soft_cap")
+    ),
     "xla_small_blocks": jax.jit(
         functools.partial(xla.paged_prefill, tiles=dataclasses.replace(CPU, prefill_rows=8, prefill_keys=32)),
-        static_argnames=("scale", "window"),
+        static_argnames=("scale", "window", "soft_cap"),
     ),
 }
 
@@ -33,15 +36,15 @@ def starts(chunks, batch):
     return np.cumsum([0, *counts], dtype=np.int32)
 
 
-def attend(implementation, q, cache, chunks, layout, dtype="float32"):
-    """chunks: (count, length) of each sequence; sequences past them are padding."""
+def attend(implementation, q, cache, chunks, layout, dtype="float32", pages=None, **options):
+    """chunks: (count, length) of each sequence; sequences past them are padding. pages: if not in `dtype`."""
     batch = len(cache.tables)
     lengths = np.asarray([length for _, length in chunks] + [0] * (batch - len(chunks)), np.int32)
-    pages, ids = (cache.k, cache.v), (cache.tables, starts(chunks, batch), lengths)
-    options = {"scale": layout.scale, "window": layout.window}
+    ids = (cache.tables, starts(chunks, batch), lengths)
+    options |= {"scale": layout.scale, "window": layout.window}
     if implementation == "reference":
-        return reference.paged_prefill(q, *pages, *ids, **options)
-    out = JITTED[implementation](q.astype(dtype), *(x.astype(dtype) for x in pages), *ids, **options)
+        return reference.paged_prefill(q, pages or cache.pages(), *ids, **options)
+    out = JITTED[implementation](q.astype(dtype), pages or cache.pages(dtype), *ids, **options)
     assert out.dtype == dtype
     return np.asarray(out, np.float32)
 
@@ -152,19 +155,38 @@ def test_pages_may_be_shared_and_lie_anywhere(implementation):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k_pages": (5, 3, 4, 64)}, r"k_pages has shape \(5, 3, 4, 64\); it must be \[any, 2, any, 64\]"),
-        ({"v_pages": (6, 2, 4, 64)}, r"v_pages has shape \(6, 2, 4, 64\); it must be \[5, 2, 4, 64\]"),
+        ({"q": (8, 3, 3, 64)}, r"q has shape \(8, 3, 3, 64\); it must be \[any, 2, any, 64\]"),
+        ({"v": (6, 2, 4, 64)}, r"v has shape \(6, 2, 4, 64\); it must be \[5, 2, 4, 64\]"),
+        ({"sinks": (3,)}, r"sinks has shape \(3,\); it must be \[2, 3\]"),
         ({"block_tables": (3, 7)}, r"block_tables has shape \(3, 7\); it must be \[4, any\]"),
         ({"query_start": (4,)}, r"query_start has shape \(4,\); it must be \[5\]"),
         ({"window": -3}, "window is -3; it must be at least 1 token, or None for all"),
-        ({"implementation": "mosaic"}, "paged_prefill has no implementation 'mosaic'; it has: xla"),
+        (
+            {"implementation": "mosaic"},
+            "the kernel of paged_prefill cannot run: .* this is a CPU; use implementation='xla'",
+        ),
     ],
 )
 def test_errors(change, message):
-    shapes = {"q": (8, 2, 3, 64), "k_pages": (5, 2, 4, 64), "v_pages": (5, 2, 4, 64)}
+    shapes = {"q": (8, 2, 3, 64), "k": (5, 2, 4, 64), "v": (5, 2, 4, 64), "sinks": (2, 3)}
     ids = {"block_tables": (4, 7), "query_start": (5,), "lengths": (4,)}
     options = {name: value for name, value in change.items() if name not in shapes | ids}
     arrays = {name: jnp.zeros(change.get(name, shape)) for name, shape in shapes.items()}
     arrays |= {name: jnp.zeros(change.get(name, shape), jnp.int32) for name, shape in ids.items()}
+    pages = KVPages(arrays.pop("k"), arrays.pop("v"))
     with pytest.raises(ValueError, match=message):
-        paged_prefill(**arrays, scale=1.0, **options)
+        paged_prefill(pages=pages, **arrays, scale=1.0, **options)
+
+
+@pytest.mark.parametrize("options", [{"soft_cap": 0.5}, {"sinks": True}, {"soft_cap": 2.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
+def test_options_and_cache_dtypes(options, window, dtype):
+    layout = dataclasses.replace(SMALL, window=window)
+    chunks = [(5, 9), (13, 13), (1, 36), (0, 4)]
+    q, cache = make(layout, chunks, 24, 4, seed=5)
+    sinks = normal(np.random.default_rng(6), 2, 3) if "sinks" in options else None
+    extra = {"soft_cap": options.get("soft_cap"), "sinks": sinks, "pages": cache.pages(dtype)}
+    out, want = (attend(name, q, cache, chunks, layout, **extra) for name in ("xla_small_blocks", "reference"))
+    assert np.isfinite(want).all()
+    np.testing.assert_allclose(out, want, **tolerance("float32", 64))

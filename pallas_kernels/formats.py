@@ -1,0 +1,119 @@
+"""Weights in 8 and 4 bits: how they are stored, made, and read back."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+type Format = Literal["int8", "fp8", "int4"]
+FORMATS: tuple[Format, ...] = ("int8", "fp8", "int4")
+GROUP_SIZES = (32, 64, 128)
+"""Inputs that share a scale in int4."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "scales", "zeros"], meta_fields=["format", "group_size"]
+)
+@dataclass(frozen=True)
+class QuantizedArray:
+    """A weight [inputs, *outputs] stored as [*outputs, inputs]: weight = scale x (value - zero).
+
+    A leading [experts] may come before. The inputs lie innermost because matrix units read 8 bits only so.
+    """
+
+    values: jax.Array
+    """int8: [*outputs, inputs] int8; fp8: the same in float8_e4m3fn; int4: [*outputs, inputs / 2] uint8, two a byte."""
+    scales: jax.Array
+    """[*outputs] f32; int4: [*outputs, inputs / group_size] in the activations' dtype."""
+    zeros: jax.Array | None
+    """int4 with zero points: like `scales`, the value that stands for 0; None: symmetric."""
+    format: Format
+    group_size: int | None = None
+    """int4 only."""
+
+    @property
+    def inputs(self) -> int:
+        return self.values.shape[-1] * (2 if self.format == "int4" else 1)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Every dimension before the inputs, [experts] included."""
+        return self.values.shape[:-1]
+
+
+def quantize(
+    weight: jax.Array,
+    format: Format,
+    *,
+    contract: int = 1,
+    batch: int = 0,
+    group_size: int = 128,
+    symmetric: bool = True,
+) -> QuantizedArray:
+    """weight: [*batch, *inputs, *outputs], `contract` dimensions of inputs, which become one.
+
+    Rounds to nearest. int8 and fp8 have a scale per output; int4 one per output and `group_size` inputs, and, unless
+    `symmetric`, a zero point. Raises ValueError for an unknown format and for groups that do not divide the inputs.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"there is no weight format {format!r}; there are: {', '.join(FORMATS)}")
+    lead, inputs = weight.shape[:batch], math.prod(weight.shape[batch : batch + contract])
+    outputs = weight.shape[batch + contract :]
+    flat = weight.reshape(*lead, inputs, *outputs)
+    wide = jnp.moveaxis(flat, batch, -1).astype(jnp.float32)
+    if format == "int4":
+        return _quantize_int4(wide, group_size, symmetric, weight.dtype)
+    dtype, largest = (jnp.int8, 127.0) if format == "int8" else (jnp.float8_e4m3fn, 448.0)
+    scales = jnp.max(jnp.abs(wide), axis=-1) / largest
+    stored = wide / jnp.where(scales == 0.0, 1.0, scales)[..., None]
+    return QuantizedArray((jnp.round(stored) if format == "int8" else stored).astype(dtype), scales, None, format)
+
+
+def _quantize_int4(wide: jax.Array, group_size: int, symmetric: bool, dtype: Any) -> QuantizedArray:
+    inputs = wide.shape[-1]
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size is {group_size}; int4 weights take one of {', '.join(map(str, GROUP_SIZES))}")
+    if inputs % group_size:
+        raise ValueError(f"groups of {group_size} do not divide {inputs} inputs; take a smaller group_size, or int8")
+    groups = wide.reshape(*wide.shape[:-1], inputs // group_size, group_size)
+    if symmetric:
+        scales, zeros = jnp.max(jnp.abs(groups), axis=-1) / 7.0, None
+    else:
+        low, high = jnp.minimum(groups.min(-1), 0.0), jnp.maximum(groups.max(-1), 0.0)
+        scales = (high - low) / 15.0
+    # Values are made for the scales as stored, rounded to the activations' dtype.
+    scales = jnp.where(scales == 0.0, 1.0, scales).astype(dtype)
+    wide_scales = scales.astype(jnp.float32)[..., None]
+    if not symmetric:
+        zeros = jnp.clip(jnp.round(-8.0 - low / wide_scales[..., 0]), -8, 7).astype(dtype)
+        groups = groups + zeros.astype(jnp.float32)[..., None] * wide_scales
+    values = jnp.clip(jnp.round(groups / wide_scales), -8, 7).astype(jnp.int8)
+    return QuantizedArray(pack_int4(values.reshape(wide.shape)), scales, zeros, "int4", group_size)
+
+
+def pack_int4(values: jax.Array) -> jax.Array:
+    """[..., inputs] int8 in -8..7 to [..., inputs / 2] uint8: input 2i is the low half of byte i, 2i + 1 the high."""
+    low, high = values[..., 0::2].astype(jnp.uint8) & 15, values[..., 1::2].astype(jnp.uint8) & 15
+    return low | (high << 4)
+
+
+def unpack_int4(packed: jax.Array) -> jax.Array:
+    """The inverse of `pack_int4`."""
+    low, high = (packed << 4).astype(jnp.int8) >> 4, packed.astype(jnp.int8) >> 4
+    return jnp.stack([low, high], axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def dequantize(weight: QuantizedArray, dtype: Any) -> jax.Array:
+    """[*outputs, inputs] in `dtype`: as stored, not transposed back."""
+    if weight.format != "int4":
+        return (weight.values.astype(jnp.float32) * weight.scales[..., None]).astype(dtype)
+    values = unpack_int4(weight.values).astype(jnp.float32)
+    groups = values.reshape(*values.shape[:-1], -1, weight.group_size)
+    if weight.zeros is not None:
+        groups = groups - weight.zeros.astype(jnp.float32)[..., None]
+    return (groups * weight.scales.astype(jnp.float32)[..., None]).reshape(values.shape).astype(dtype)
