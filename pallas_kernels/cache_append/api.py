@@ -2,43 +2,94 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels import choice
 from pallas_kernels.cache_append import xla
+from pallas_kernels.kv_pages import LARGEST, KVPages
+from pallas_kernels.target import CPU, Target
 
 
 def cache_append(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    qkv: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    pages: KVPages,
     page_ids: jax.Array,
     offsets: jax.Array,
     *,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    norm_eps: float = 1e-6,
+    interleaved: bool = False,
+    target: Target = CPU,
     implementation: choice.Implementation = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    interpret: Any = None,
+) -> tuple[jax.Array, KVPages]:
     """Rotate queries and keys by position, and write keys and values into their pages.
 
-    q: [tokens, kv_heads, q_per_kv, head_dim]; k, v: [tokens, kv_heads, head_dim]; cos, sin: [tokens, head_dim / 2] f32.
-    k_pages, v_pages: [pages, kv_heads, page_size, head_dim]; page_ids, offsets: [tokens] i32, the page and the place in
-    it of each token; a page id past the last page drops the token. No two tokens may share a place.
-    Returns q rotated and the pages updated (in place when donated).
-    Raises ValueError if shapes disagree or head_dim is odd.
+    qkv: [tokens, kv_heads, q_per_kv + 2, head_dim]: for each kv head its queries, its key, its value. cos, sin:
+    [tokens, pairs] f32, which turn the first 2 x pairs dimensions (Su et al. 2021), i with i + pairs, or 2i with 2i + 1
+    if `interleaved`; None: no RoPE. q_norm, k_norm: [head_dim], RMSNorm scales applied to queries and keys before.
+    page_ids, offsets: [tokens] i32, the page and the place in it of each token; a page id past the last page drops the
+    token. No two tokens may share a place. 8-bit pages get their scales (`kv_pages.quantize_tokens`).
+    Everything is computed in float32 and rounded once.
+
+    Returns q [tokens, kv_heads, q_per_kv, head_dim] and the pages updated, in place when donated.
+    Raises ValueError if shapes disagree, or an 8-bit cache lacks scales.
     """
-    tokens, kv_heads, _, head_dim = q.shape
-    if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}; RoPE turns pairs of dimensions, so it must be even")
-    choice.check_shape("k", k, (tokens, kv_heads, head_dim))
-    choice.check_shape("v", v, (tokens, kv_heads, head_dim))
-    choice.check_shape("cos", cos, (tokens, head_dim // 2))
-    choice.check_shape("sin", sin, (tokens, head_dim // 2))
-    choice.check_shape("k_pages", k_pages, (None, kv_heads, None, head_dim))
-    choice.check_shape("v_pages", v_pages, k_pages.shape)
+    check(qkv, cos, sin, pages, page_ids, offsets, q_norm, k_norm)
+    choice.resolve("cache_append", implementation, obstacle(target))
+    options: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps, "interleaved": interleaved}
+    return xla.cache_append(qkv, cos, sin, pages, page_ids, offsets, platform=target.platform, **options)
+
+
+def obstacle(target: Target) -> str | None:
+    """Why the kernel does not run; None where it does."""
+    return "it has no kernel yet"
+
+
+def check(
+    qkv: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    pages: KVPages,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+) -> None:
+    """ValueError for arguments that do not belong together."""
+    choice.check_shape("qkv", qkv, (None, pages.kv_heads, None, pages.head_dim))
+    tokens, _, heads, head_dim = qkv.shape
+    if heads < 3:
+        raise ValueError(f"qkv holds {heads} heads for each kv head; it needs a query, a key and a value: at least 3")
+    if (cos is None) != (sin is None):
+        raise ValueError("cos and sin come together; only one of them is None")
+    if cos is not None and sin is not None:
+        choice.check_shape("cos", cos, (tokens, None))
+        choice.check_shape("sin", sin, cos.shape)
+        if 2 * cos.shape[1] > head_dim:
+            raise ValueError(f"cos turns {cos.shape[1]} pairs of dimensions; head_dim {head_dim} has {head_dim // 2}")
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm is not None:
+            choice.check_shape(name, norm, (head_dim,))
     choice.check_shape("page_ids", page_ids, (tokens,))
     choice.check_shape("offsets", offsets, (tokens,))
-    choice.resolve("cache_append", implementation)
-    return xla.cache_append(q, k, v, cos, sin, k_pages, v_pages, page_ids, offsets)
+    check_pages(pages)
+
+
+def check_pages(pages: KVPages) -> None:
+    """ValueError unless the leaves of a pool agree."""
+    rows = pages.k.shape
+    choice.check_shape("pages.k", pages.k, (None,) * 4)
+    choice.check_shape("pages.v", pages.v, (*rows[:2], rows[3], rows[2]) if pages.v_transposed else rows)
+    needs_scales = pages.dtype.name in LARGEST
+    for name, scales in (("k_scales", pages.k_scales), ("v_scales", pages.v_scales)):
+        if (scales is not None) != needs_scales:
+            verb = "needs" if needs_scales else "has no"
+            raise ValueError(f"a cache of {pages.dtype.name} {verb} pages.{name}")
+        if scales is not None:
+            choice.check_shape(f"pages.{name}", scales, rows[:3])
