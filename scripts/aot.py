@@ -39,21 +39,24 @@ class Kernel:
 
 
 def gpu_mesh(gpu: str = "h200", devices: int = 1, axes: tuple[str, ...] = ("tensor",)) -> Mesh:
-    """A mesh of GPUs that are not there. gpu: one of GPUS."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=(SPECS / f"{gpu}.txtpb").read_text(), topology=f"1x1x{devices}"
-    )
+    """A mesh of GPUs that are not there, all along the first axis. gpu: one of GPUS."""
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=(SPECS / f"{gpu}.txtpb").read_text(), topology=f"1x1x{devices}"
+        )
+    except NotImplementedError as error:  # jax has not loaded its CUDA plugin
+        raise RuntimeError("compiling for a GPU needs the `aot` extra, and without a GPU JAX_PLATFORMS=cpu") from error
     return Mesh(np.array(topology.devices).reshape((devices,) + (1,) * (len(axes) - 1)), axes)
 
 
 def compile_for_gpu(
     fn: Callable[..., Any], *args: Any, gpu: str = "h200", donate_argnums: tuple[int, ...] = ()
 ) -> tuple[jax.stages.Compiled, list[Kernel]]:
-    """Compile `fn` for one GPU. args: pytrees of ShapeDtypeStruct."""
+    """Compile `fn` for one GPU. args: pytrees of ShapeDtypeStruct. Not for several threads at once."""
     replicated = NamedSharding(gpu_mesh(gpu), PartitionSpec())
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), args)
     lowered = jax.jit(fn, donate_argnums=donate_argnums).lower(*args)
-    with mosaic_dump() as folder:
+    with mosaic_dump() as folder, _uncached():
         compiled = lowered.compile()
         kernels = [parse_ptxas(path.read_text()) for path in sorted(folder.glob("*.ptxas"))]
     return compiled, kernels
@@ -80,6 +83,18 @@ def mosaic_dump() -> Iterator[Path]:
                     os.environ[name] = value
 
 
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """No program is kept in the persistent cache: JAX cannot read back one for a GPU that is not here."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    old = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, old)
+
+
 def parse_ptxas(text: str) -> Kernel:
     """The numbers in what `ptxas -v` prints."""
     registers = re.search(r"Used (\d+) registers", text)
@@ -95,5 +110,6 @@ def save(compiled: jax.stages.Compiled, path: Path) -> None:
 
 
 def load(path: Path) -> jax.stages.Compiled:
-    """An executable of `save`, on this machine's GPU. It is unpickled: read only files you wrote."""
-    return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+    """An executable of `save`, on this machine's first GPU. It is unpickled: read only files you wrote."""
+    stored = pickle.loads(path.read_bytes())
+    return serialize_executable.deserialize_and_load(*stored, execution_devices=jax.devices()[:1])
