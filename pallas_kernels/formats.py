@@ -27,7 +27,7 @@ class QuantizedArray:
     """
 
     values: jax.Array
-    """int8: [*outputs, inputs] int8; fp8: the same in float8_e4m3fn; int4: [*outputs, inputs / 2] uint8, two a byte."""
+    """int8: [*outputs, inputs] int8; fp8: the same, float8_e4m3fn; int4: [*outputs, inputs / 2] uint8 (`pack_int4`)."""
     scales: jax.Array
     """[*outputs] f32; int4: [*outputs, inputs / group_size] in the activations' dtype."""
     zeros: jax.Array | None
@@ -93,27 +93,45 @@ def _quantize_int4(wide: jax.Array, group_size: int, symmetric: bool, dtype: Any
         zeros = jnp.clip(jnp.round(-8.0 - low / wide_scales[..., 0]), -8, 7).astype(dtype)
         groups = groups + zeros.astype(jnp.float32)[..., None] * wide_scales
     values = jnp.clip(jnp.round(groups / wide_scales), -8, 7).astype(jnp.int8)
-    return QuantizedArray(pack_int4(values.reshape(wide.shape)), scales, zeros, "int4", group_size)
+    return QuantizedArray(pack_int4(values.reshape(wide.shape), group_size), scales, zeros, "int4", group_size)
 
 
-def pack_int4(values: jax.Array) -> jax.Array:
-    """[..., inputs] int8 in -8..7 to [..., inputs / 2] uint8: input 2i is the low half of byte i, 2i + 1 the high."""
-    low, high = values[..., 0::2].astype(jnp.uint8) & 15, values[..., 1::2].astype(jnp.uint8) & 15
-    return low | (high << 4)
+def pack_int4(values: jax.Array, group_size: int) -> jax.Array:
+    """[..., inputs] int8 in -8..7 to [..., inputs / 2] uint8.
+
+    Byte i of a group holds input i of the group in its low half and input i + group_size / 2 in its high half: either
+    half of a tile's bytes is then a run of inputs, and no unpacking has to interleave.
+    """
+    groups = values.reshape(*values.shape[:-1], -1, 2, group_size // 2).astype(jnp.uint8) & 15
+    return (groups[..., 0, :] | (groups[..., 1, :] << 4)).reshape(*values.shape[:-1], -1)
 
 
-def unpack_int4(packed: jax.Array) -> jax.Array:
+def unpack_int4(packed: jax.Array, group_size: int) -> jax.Array:
     """The inverse of `pack_int4`."""
-    low, high = (packed << 4).astype(jnp.int8) >> 4, packed.astype(jnp.int8) >> 4
-    return jnp.stack([low, high], axis=-1).reshape(*packed.shape[:-1], -1)
+    groups = packed.reshape(*packed.shape[:-1], -1, group_size // 2)
+    low, high = (groups << 4).astype(jnp.int8) >> 4, groups.astype(jnp.int8) >> 4
+    return jnp.concatenate([low, high], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def dequantize(weight: QuantizedArray, dtype: Any) -> jax.Array:
     """[*outputs, inputs] in `dtype`: as stored, not transposed back."""
     if weight.format != "int4":
         return (weight.values.astype(jnp.float32) * weight.scales[..., None]).astype(dtype)
-    values = unpack_int4(weight.values).astype(jnp.float32)
+    assert weight.group_size is not None
+    values = unpack_int4(weight.values, weight.group_size).astype(jnp.float32)
     groups = values.reshape(*values.shape[:-1], -1, weight.group_size)
     if weight.zeros is not None:
         groups = groups - weight.zeros.astype(jnp.float32)[..., None]
     return (groups * weight.scales.astype(jnp.float32)[..., None]).reshape(values.shape).astype(dtype)
+
+
+def quantize_rows(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Activations in 8 bits: x = scale x stored, about, a scale per row. x: [rows, inputs]; dtype: int8 or fp8's.
+
+    Returns ([rows, inputs] of dtype, [rows] f32).
+    """
+    largest = 127.0 if dtype == jnp.int8 else 448.0
+    wide = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(wide), axis=-1, initial=0.0) / largest
+    stored = wide / jnp.where(scales == 0.0, 1.0, scales)[..., None]
+    return (jnp.round(stored) if dtype == jnp.int8 else stored).astype(dtype), scales

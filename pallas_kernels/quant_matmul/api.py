@@ -1,0 +1,74 @@
+"""Checks the arguments of quant_matmul and picks the implementation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+
+from pallas_kernels import choice
+from pallas_kernels.formats import QuantizedArray
+from pallas_kernels.quant_matmul import xla
+from pallas_kernels.target import CPU, Target
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def quant_matmul(
+    x: jax.Array,
+    weight: QuantizedArray,
+    *,
+    activations: Literal["int8", "fp8"] | None = None,
+    target: Target = CPU,
+    implementation: choice.Implementation = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """x times the weight that `weight` stands for, summed in float32.
+
+    x: [rows, inputs] bf16, f16 or f32; weight: of [inputs, *outputs], int8, fp8 or int4. Returns [rows, *outputs] in
+    x's dtype. activations: round x, too, to the weight's 8-bit format, each row with a scale of its own; faster with
+    many rows, and less exact: about 1 % (int8) or 4 % (fp8) of a random product's size.
+    interpret: an InterpretGPUParams runs the kernel on any machine.
+    Raises ValueError for shapes and dtypes that do not fit, and for `activations` other than the weight's format.
+    """
+    if x.dtype.name not in DTYPES:
+        raise ValueError(f"x is {x.dtype}; quant_matmul takes {', '.join(DTYPES)}")
+    choice.check_shape("x", x, (None, weight.inputs))
+    if activations not in (None, "int8", "fp8"):
+        raise ValueError(f"activations is {activations!r}; it must be 'int8', 'fp8' or None")
+    if activations not in (None, weight.format):
+        raise ValueError(
+            f"activations is {activations!r} and the weight is {weight.format}; 8-bit matrix units take both in one "
+            "format: quantize the weight so, or pass activations=None"
+        )
+    flat = _flat(weight)
+    obstacle = _obstacle(x, flat, activations, target)
+    choice.resolve("quant_matmul", implementation, obstacle)
+    if activations is not None:
+        out = xla.quant_matmul_8bit(x, flat)
+    else:
+        out = xla.quant_matmul(x, flat, platform=target.platform)
+    return out.reshape(x.shape[0], *weight.outputs)
+
+
+def _flat(weight: QuantizedArray) -> QuantizedArray:
+    """The same weight with its outputs in one dimension."""
+    inner = 1 if weight.format == "int4" else 0
+
+    def rows(array: jax.Array, inner: int) -> jax.Array:
+        return array.reshape(-1, *array.shape[array.ndim - inner :])
+
+    return dataclasses.replace(
+        weight,
+        values=rows(weight.values, 1),
+        scales=rows(weight.scales, inner),
+        zeros=None if weight.zeros is None else rows(weight.zeros, inner),
+    )
+
+
+def _obstacle(x: jax.Array, weight: QuantizedArray, activations: str | None, target: Target) -> str | None:
+    """Why the kernel cannot run, or does not win, here; None if it does."""
+    if activations is not None:
+        return "8-bit activations go to XLA's matmul"
+    return target.lacks_hopper() or "not yet"

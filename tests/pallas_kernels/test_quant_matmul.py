@@ -1,0 +1,122 @@
+"""quant_matmul equals the product with the weight its stored form stands for, on every implementation."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.formats import dequantize, quantize
+from pallas_kernels.quant_matmul import quant_matmul, reference, xla
+from pallas_kernels.target import CPU
+
+TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+"""Of the typical size of an output; covers its rounding where it is four times that."""
+FORMATS = [
+    ("int8", {}),
+    ("fp8", {}),
+    ("int4", {"group_size": 32}),
+    ("int4", {"group_size": 64, "symmetric": False}),
+    ("int4", {"group_size": 128}),
+    ("int4", {"group_size": 128, "symmetric": False}),
+]
+
+
+def make(rows, inputs, outputs, format, dtype=np.float32, seed=0, **options):
+    """Random activations and a random quantized weight; its outputs differ in size a thousandfold."""
+    rng = np.random.default_rng(seed)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    x = jnp.array(rng.standard_normal((rows, inputs)), dtype)
+    size = np.logspace(-2, 1, np.prod(outputs)).reshape(outputs)
+    weight = jnp.array((rng.standard_normal((inputs, *outputs)) + 0.3) * size, dtype)
+    return x, jax.jit(functools.partial(quantize, format=format, **options))(weight)
+
+
+def want_of(x, weight, activations=None):
+    return reference.quant_matmul(np.array(x.astype(jnp.float32)), weight, activations)
+
+
+def assert_equal(got, x, weight):
+    """To within what x's dtype rounds, relative to the standard deviation of each output over random x."""
+    size = np.linalg.norm(reference.weight_of(weight), axis=1).reshape(weight.outputs)
+    error = np.abs(np.array(got.astype(jnp.float32)) - want_of(x, weight))
+    assert (error <= TOLERANCE[x.dtype.name] * size).all(), (error / size).max()
+
+
+@pytest.mark.parametrize(("format", "options"), FORMATS)
+def test_the_reference_multiplies_by_what_dequantize_reads(format, options):
+    x, weight = make(5, 256, 7, format, **options)
+    got = want_of(x, weight)
+    np.testing.assert_allclose(got, np.array(x) @ np.array(dequantize(weight, jnp.float32)).T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("format", "options"), FORMATS)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("shape", [(1, 128, 1), (3, 256, 513), (70, 384, 24)])
+def test_xla_equals_the_reference(shape, format, options, dtype, platform):
+    x, weight = make(*shape, format, dtype, **options)
+    got = jax.jit(functools.partial(xla.quant_matmul, platform=platform))(x, weight)
+    assert got.dtype == x.dtype
+    assert_equal(got, x, weight)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
+def test_outputs_of_several_dimensions(format):
+    x, weight = make(3, 128, (2, 5, 4), format)
+    got = quant_matmul(x, weight)
+    assert got.shape == (3, 2, 5, 4)
+    assert_equal(got, x, weight)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
+def test_no_rows(format):
+    x, weight = make(0, 128, 8, format)
+    assert quant_matmul(x, weight).shape == (0, 8)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
+def test_in_float32_a_row_does_not_depend_on_the_others(format):
+    x, weight = make(33, 512, 96, format)
+    run = jax.jit(quant_matmul)
+    crowd = np.array(run(x, weight))
+    np.testing.assert_array_equal(run(x.at[1:].set(7.0), weight)[0], crowd[0])
+    np.testing.assert_array_equal(run(x[::-1], weight)[::-1], crowd)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
+def test_a_cpu_never_holds_the_weight_in_full_precision(format):
+    x, weight = make(2, 1024, 8192, format)
+    compiled = jax.jit(quant_matmul).lower(x, weight).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1024 * 8192 * 2
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_in_8_bits(format, dtype):
+    x, weight = make(65, 256, 40, format, dtype)
+    x = x * jnp.logspace(-3, 3, 65, dtype=dtype)[:, None]
+    got = quant_matmul(x, weight, activations=format)
+    want = want_of(x, weight, format)
+    row = np.abs(want).max(axis=1, keepdims=True)
+    assert (np.abs(np.array(got.astype(jnp.float32)) - want) <= TOLERANCE[dtype] * row).all()
+    exact = want_of(x, weight)
+    error = np.linalg.norm(want - exact) / np.linalg.norm(exact)
+    assert 1e-3 < error < (0.01 if format == "int8" else 0.04)
+
+
+def test_refusals():
+    x, weight = make(2, 128, 8, "int8")
+    with pytest.raises(ValueError, match=r"x has shape \(2, 64\); it must be \[any, 128\]"):
+        quant_matmul(x[:, :64], weight)
+    with pytest.raises(ValueError, match=r"x is int32; quant_matmul takes bfloat16, float16, float32"):
+        quant_matmul(x.astype(jnp.int32), weight)
+    with pytest.raises(ValueError, match=r"activations is 'int4'; it must be 'int8', 'fp8' or None"):
+        quant_matmul(x, weight, activations="int4")
+    with pytest.raises(ValueError, match=r"activations is 'fp8' and the weight is int8"):
+        quant_matmul(x, weight, activations="fp8")
+    with pytest.raises(ValueError, match=r"the kernel of quant_matmul cannot run: it is written for Hopper GPUs"):
+        quant_matmul(x.astype(jnp.bfloat16), weight, target=CPU, implementation="mosaic")
