@@ -20,8 +20,8 @@ from convert.families.table import Source, match
 from convert.safetensors_reader import DTYPES, SafetensorsReader
 from convert.tensors import Reader, TensorInfo, main_dtype
 from convert.transforms import Slot
-from jaxinfer.config import ModelConfig
-from jaxinfer.parameters import declare, flatten
+from jaxinfer.config import ModelConfig, Quantization
+from jaxinfer.parameters import abstract, declare, flatten, stored_parts
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +48,19 @@ class Checkpoint:
     """Source tensors under their own names; None for a native checkpoint, which Orbax reads."""
     sources: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)
     """Our path → the source tensors that fill it."""
+    quantization: Quantization | None = None
+    """Of a native checkpoint's projections; None: none. A quantized GGUF's weights are read as floats."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """The stored tensors by their names in the file; by our paths for a native checkpoint."""
         if self.reader is not None:
             return self.reader.tensors
-        size = NUMPY_DTYPES[self.dtype].itemsize
+        leaves = abstract(self.config, NUMPY_DTYPES[self.dtype], lambda axes: None, self.quantization)
         return {
-            path: TensorInfo(parameter.shape, self.dtype, int(np.prod(parameter.shape)) * size)
-            for path, parameter in flatten(declare(self.config))
+            name: TensorInfo(part.shape, part.dtype.name, int(np.prod(part.shape)) * part.dtype.itemsize)
+            for path, leaf in flatten(leaves)
+            for name, part in stored_parts(path, leaf).items()
         }
 
     def read(self, path: str, dtype: Any) -> np.ndarray:
@@ -94,7 +97,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return _open_gguf(path)
     if (path / manifest.FILE_NAME).exists():
         native = manifest.Manifest.read(path)
-        return Checkpoint(path, "native", native.config, native.dtype)
+        return Checkpoint(path, "native", native.config, native.dtype, quantization=native.quantization)
     if (path / "config.json").exists():
         return _open_safetensors(path)
     ggufs = sorted(path.glob("*.gguf"))

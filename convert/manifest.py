@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, Quantization
 
 FILE_NAME = "jaxinfer.json"
-FORMAT_VERSION = 1
-"""Raised when the canonical shapes, or the layout of the folder, change."""
+FORMAT_VERSION = 2
+"""Raised when the canonical shapes, or the layout of the folder, change. 2: quantized weights."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,15 @@ class Manifest:
 
     config: ModelConfig
     dtype: str
+    """Of what is not quantized."""
+    quantization: Quantization | None = None
 
     def write(self, folder: Path) -> None:
-        values = {"format_version": FORMAT_VERSION, "dtype": self.dtype, "config": self.config.to_dict()}
+        """Of the oldest version that reads it."""
+        version = 1 if self.quantization is None else FORMAT_VERSION
+        values = {"format_version": version, "dtype": self.dtype, "config": self.config.to_dict()}
+        if self.quantization is not None:
+            values["quantization"] = dataclasses.asdict(self.quantization)
         (folder / FILE_NAME).write_text(json.dumps(values, indent=2) + "\n")
 
     @classmethod
@@ -33,4 +40,5 @@ class Manifest:
                 f"{folder} has format version {values['format_version']}, and this jaxinfer reads up to "
                 f"{FORMAT_VERSION}; upgrade jaxinfer, or convert the original checkpoint again"
             )
-        return cls(ModelConfig.from_dict(values["config"]), values["dtype"])
+        quantization = Quantization(**values["quantization"]) if "quantization" in values else None
+        return cls(ModelConfig.from_dict(values["config"]), values["dtype"], quantization)

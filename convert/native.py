@@ -5,10 +5,10 @@ A folder with `jaxinfer.json` (format version, dtype, ModelConfig), `weights/` (
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,14 +18,22 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding, PartitionSpec
-from tqdm import tqdm
 
 from convert.checkpoint import NUMPY_DTYPES, Checkpoint
+from convert.loading import load
 from convert.manifest import FILE_NAME, Manifest
+from convert.placement import Leaf, Weight, fitted, lay_out
 from convert.tokenizer import NATIVE_FOLDER
-from jaxinfer.config import ModelConfig
-from jaxinfer.parameters import declare, flatten, to_physical
+from jaxinfer.config import ModelConfig, Quantization
+from jaxinfer.parameters import (
+    abstract,
+    flatten,
+    is_quantized,
+    parts_of,
+    resolve,
+    stored_parts,
+)
+from meshes import build_mesh, sharding
 
 logger = logging.getLogger(__name__)
 
@@ -39,30 +47,31 @@ def save_native(
     path: str | os.PathLike[str],
     *,
     dtype: str | None = None,
+    quantization: Quantization | None = None,
     tokenizer: Any = None,
     force: bool = False,
     progress: bool = True,
 ) -> Path:
     """Write `checkpoint` as a native one at `path`, complete or not at all; returns the path.
 
-    `dtype`: "float32", "bfloat16" or "float16"; None: the checkpoint's own. `tokenizer`: anything with
-    `save_pretrained(folder)`. Holds the model in memory once. Raises FileExistsError if `path` exists, unless `force`
-    replaces a native checkpoint or an empty folder; ValueError for an unknown dtype or a checkpoint already native.
+    `dtype`: "float32", "bfloat16" or "float16"; None: the checkpoint's own. `quantization`: of the projections.
+    `tokenizer`: anything with `save_pretrained(folder)`. Holds the model, as it is written, in memory once. Raises
+    FileExistsError if `path` exists, unless `force` replaces a native checkpoint or an empty folder; ValueError for an
+    unknown dtype, groups that do not divide the model, or a checkpoint already native, or already quantized.
     """
     path, dtype = Path(path).expanduser(), dtype or checkpoint.dtype
     if dtype not in NUMPY_DTYPES:
         raise ValueError(f"dtype '{dtype}' is not supported; supported: {', '.join(NUMPY_DTYPES)}")
-    if checkpoint.format == "native":
+    if checkpoint.quantization is not None:
+        raise ValueError(f"{checkpoint.path} is quantized to {checkpoint.quantization.format} already; copy the folder")
+    if checkpoint.format == "native" and quantization is None:
         raise ValueError(f"{checkpoint.path} is a native checkpoint already; copy the folder")
     check_destination(path, force)
-    weights: dict[str, jax.Array] = {}
-    host = jax.local_devices(backend="cpu")[0]  # Orbax would copy a numpy array
-    leaves = dict(flatten(declare(checkpoint.config)))
-    total = sum(int(np.prod(leaf.shape)) for leaf in leaves.values()) * NUMPY_DTYPES[dtype].itemsize
-    with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=None if progress else True) as bar:
-        for name in leaves:
-            weights[name] = jax.device_put(checkpoint.read(name, NUMPY_DTYPES[dtype]), host, may_alias=True)
-            bar.update(weights[name].nbytes)
+    quantization = resolve(checkpoint.config, quantization)
+    host = build_mesh(devices=jax.local_devices(backend="cpu")[:1])
+    leaves = abstract(checkpoint.config, NUMPY_DTYPES[dtype], functools.partial(sharding, host), quantization)
+    loaded = load(checkpoint, leaves, checkpoint.config, progress=progress, title="converting")
+    weights = {name: part for leaf, weight in flatten(loaded) for name, part in stored_parts(leaf, weight).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     building = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -72,47 +81,56 @@ def save_native(
             checkpointer.save(building.absolute() / WEIGHTS, args=ocp.args.PyTreeSave(weights, save_args=save_args))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(building / NATIVE_FOLDER))
-        Manifest(checkpoint.config, dtype).write(building)
+        Manifest(checkpoint.config, dtype, quantization).write(building)
         if path.exists():
             shutil.rmtree(path)
         building.rename(path)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    logger.info("wrote %s: %.1f MB of %s weights", path, total / 1e6, dtype)
+    logger.info("wrote %s: %.1f MB of weights", path, sum(part.nbytes for part in weights.values()) / 1e6)
     return path
 
 
 def restore(
-    checkpoint: Checkpoint, leaves: dict[str, Any], physical: ModelConfig, update: Callable[[int], object]
-) -> dict[str, jax.Array]:
-    """Path → array for the `jax.ShapeDtypeStruct` leaves, from a native checkpoint; `update` takes the bytes done.
+    checkpoint: Checkpoint, leaves: dict[str, Leaf], physical: ModelConfig, update: Callable[[int], object]
+) -> dict[str, Weight]:
+    """Path → weight for the leaves, from a native checkpoint; `update` takes the bytes done.
 
     Each array is read straight to its devices in its canonical shape. Where the mesh needs another shape (padded
-    vocabulary, replicated kv heads), it is read sharded as far as that shape divides and changed on the devices.
+    vocabulary, replicated kv heads), it is read sharded as far as that shape divides and changed on the devices; where
+    a leaf is to be quantized, it is there.
     """
-    canonical = dict(flatten(declare(checkpoint.config)))
-    restored = {}
+    embed, restored = leaves["embed.weight"], {}
+    place = functools.partial(sharding, embed.sharding.mesh)
+    stored = dict(flatten(abstract(checkpoint.config, embed.dtype, place, checkpoint.quantization)))
+    canonical = {path: fitted(stored[path]) for path in leaves}
     with _checkpointer() as checkpointer:
-        for batch in _batches(leaves):
+        for batch in _batches(canonical):
+            parts = {name: part for path in batch for name, part in stored_parts(path, canonical[path]).items()}
             restore_args = {
-                path: ocp.ArrayRestoreArgs(
-                    dtype=leaves[path].dtype,
-                    sharding=_fitting(leaves[path].sharding, canonical[path].shape),
-                    global_shape=canonical[path].shape,
-                )
-                for path in batch
+                name: ocp.ArrayRestoreArgs(dtype=part.dtype, sharding=part.sharding, global_shape=part.shape)
+                for name, part in parts.items()
             }
             arrays = checkpointer.restore(
                 checkpoint.path.absolute() / WEIGHTS,
                 args=ocp.args.PyTreeRestore(
-                    item=dict.fromkeys(batch, 0), restore_args=restore_args, partial_restore=True
+                    item=dict.fromkeys(parts, 0), restore_args=restore_args, partial_restore=True
                 ),
             )
             for path in batch:
-                _check_range(path, arrays[path], checkpoint.dtype)
-                restored[path] = _to_physical(path, arrays.pop(path), checkpoint.config, physical, leaves[path])
-                update(restored[path].nbytes)
+                weight = _weight(path, canonical[path], arrays)
+                for array in jax.tree.leaves(weight):
+                    _check_range(path, array, checkpoint.dtype)
+                restored[path] = lay_out(path, weight, checkpoint.config, physical, leaves[path])
+                update(sum(part.nbytes for part in jax.tree.leaves(restored[path])))
     return restored
+
+
+def _weight(path: str, stored: Leaf, arrays: dict[str, jax.Array]) -> Weight:
+    """The weight of this path, taken out of the arrays."""
+    if not is_quantized(stored):
+        return arrays.pop(path)
+    return dataclasses.replace(stored, **{name: arrays.pop(f"{path}.{name}") for name in parts_of(stored)})
 
 
 def _check_range(path: str, array: jax.Array, stored: str) -> None:
@@ -120,36 +138,11 @@ def _check_range(path: str, array: jax.Array, stored: str) -> None:
         raise ValueError(f"{path} has values beyond float16's 65504; use bfloat16 or float32")
 
 
-def _to_physical(path: str, array: jax.Array, config: ModelConfig, physical: ModelConfig, leaf: Any) -> jax.Array:
-    if array.shape == leaf.shape:
-        return array
-    # The same for every layer, so that one program serves them all.
-    change = _changer(re.sub(r"\d+", "0", path), config, physical, leaf.sharding)
-    return change(array).block_until_ready()
-
-
-@functools.cache
-def _changer(
-    path: str, config: ModelConfig, physical: ModelConfig, sharding: NamedSharding
-) -> Callable[..., jax.Array]:
-    return jax.jit(lambda canonical: to_physical(path, canonical, config, physical), out_shardings=sharding)
-
-
-def _fitting(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """The sharding, without the mesh axes that do not divide their dimension."""
-    sizes = dict(sharding.mesh.shape)
-    spec = [
-        axis if axis is None or dim % sizes[axis] == 0 else None
-        for dim, axis in zip(shape, (*sharding.spec, *[None] * len(shape)))
-    ]
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
-
-
-def _batches(leaves: dict[str, Any]) -> Iterator[list[str]]:
+def _batches(leaves: dict[str, Leaf]) -> Iterator[list[str]]:
     batch: list[str] = []
     size = 0
     for path, leaf in leaves.items():
-        nbytes = int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+        nbytes = sum(int(np.prod(part.shape)) * part.dtype.itemsize for part in jax.tree.leaves(leaf))
         if batch and size + nbytes > _BATCH_BYTES:
             yield batch
             batch, size = [], 0

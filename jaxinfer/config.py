@@ -118,6 +118,29 @@ class ModelConfig:
         return cls(**{**values, "rope": RopeConfig(**values["rope"])})
 
 
+type WeightFormat = Literal["int8", "int4", "fp8"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "fp8")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the projections are stored, instead of in the model's dtype."""
+
+    format: WeightFormat
+    group_size: int | None = None
+    """int4: inputs that share a scale; None: the largest that the model's projections allow."""
+    symmetric: bool = True
+    """int4: without zero points."""
+
+    def __post_init__(self) -> None:
+        if self.format not in WEIGHT_FORMATS:
+            raise ValueError(
+                f"quantization is {self.format!r}; it must be one of {', '.join(WEIGHT_FORMATS)}, or None for none"
+            )
+        if self.format != "int4" and (self.group_size is not None or not self.symmetric):
+            raise ValueError(f"only int4 has groups and zero points; {self.format} has one scale per output")
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """The paged KV cache."""
@@ -128,10 +151,14 @@ class CacheConfig:
     """Pages of each cache group; None: as many as the memory left after the weights takes."""
     memory_fraction: float = 0.9
     """Share of the device's memory limit that weights, cache and temporaries may take together."""
+    dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """As keys and values are stored: in the model's dtype, or in 8 bits with a scale per token and head."""
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is {self.page_size}; it must be a power of two")
+        if self.dtype not in ("auto", "int8", "fp8"):
+            raise ValueError(f"the cache's dtype is {self.dtype!r}; it must be auto, int8 or fp8")
         if self.num_pages is not None and self.num_pages < 1:
             raise ValueError(f"num_pages is {self.num_pages}; it must be at least 1, or None to fill the memory left")
         if not 0.0 < self.memory_fraction <= 1.0:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from jaxinfer.config import ModelConfig
-from jaxinfer.parameters import Parameter, Tree, declare, flatten, unflatten
-from meshes import sharding
+from jaxinfer.config import ModelConfig, Quantization
+from jaxinfer.parameters import (
+    Parameter,
+    Tree,
+    abstract,
+    declare,
+    flatten,
+    is_quantized,
+    quantized,
+    stored_axes,
+    unflatten,
+)
+from meshes import partition_spec, sharding
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -24,38 +36,60 @@ def resolve_dtype(dtype: str, platform: str) -> jnp.dtype:
     return jnp.dtype(DTYPES[dtype])
 
 
-def abstract_weights(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Tree:
-    """Shape, dtype and sharding of every weight. config: as laid out for the mesh."""
-    return unflatten(
-        {
-            path: jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=sharding(mesh, parameter.axes))
-            for path, parameter in flatten(declare(config))
-        }
-    )
+def abstract_weights(
+    config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, quantization: Quantization | None = None
+) -> Tree:
+    """Shape, dtype and sharding of every weight. config: as laid out for the mesh; quantization: resolved.
+
+    Raises ValueError if int4 groups would be cut by the mesh.
+    """
+    tree = abstract(config, dtype, functools.partial(sharding, mesh), quantization)
+    for path, leaf in flatten(tree):
+        if is_quantized(leaf) and leaf.group_size:
+            local = leaf.inputs * leaf.values.sharding.shard_shape(leaf.values.shape)[-1] // leaf.values.shape[-1]
+            if local % leaf.group_size:
+                raise ValueError(
+                    f"int4 groups of {leaf.group_size} do not divide the {local} inputs of {path} on each device; "
+                    "use a smaller tensor_parallel_size, int8, or python -m convert with a smaller --group-size"
+                )
+    return tree
 
 
-def random_weights(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, seed: int = 0) -> Tree:
-    """Weights as declared, made on their devices, one at a time."""
+def partition_specs(parameter: Parameter, weight: Any) -> Any:
+    """The PartitionSpec of a weight, an array or a QuantizedArray of them, for jax.shard_map."""
+    if not is_quantized(weight):
+        return partition_spec(parameter.axes)
+    axes = stored_axes(parameter, weight)
+    return dataclasses.replace(weight, **{name: partition_spec(part) for name, part in axes.items()})
+
+
+def random_weights(
+    config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, seed: int = 0, quantization: Quantization | None = None
+) -> Tree:
+    """Weights as declared, made on their devices, one at a time; the whole of a quantized one only while it is made."""
     key, leaves = jax.random.key(seed), {}
+    shapes = dict(flatten(abstract_weights(config, dtype, mesh, quantization)))
     for number, (path, parameter) in enumerate(flatten(declare(config))):
-        where = sharding(mesh, parameter.axes)
-        leaves[path] = _initialise(jax.random.fold_in(key, number), parameter, dtype, where)
+        make = _initialiser(parameter, dtype, shapes[path], quantization)
+        leaves[path] = make(jax.random.fold_in(key, number))
+        if is_quantized(shapes[path]):
+            jax.block_until_ready(leaves[path])
     return unflatten(leaves)
 
 
-def _initialise(key: jax.Array, parameter: Parameter, dtype: jnp.dtype, where: NamedSharding) -> jax.Array:
-    return _initialiser(parameter, dtype, where)(key)
-
-
 @functools.cache
-def _initialiser(parameter: Parameter, dtype: jnp.dtype, where: NamedSharding) -> jax.stages.Wrapped:
-    def make(key: jax.Array) -> jax.Array:
+def _initialiser(
+    parameter: Parameter, dtype: jnp.dtype, leaf: Any, quantization: Quantization | None
+) -> jax.stages.Wrapped:
+    def make(key: jax.Array) -> Any:
         if parameter.initialiser == "normal":
             deviation = jnp.asarray(parameter.fan_in**-0.5, dtype)
-            return jax.random.normal(key, parameter.shape, dtype) * deviation
-        return jnp.full(parameter.shape, parameter.initialiser == "ones", dtype)
+            weight = jax.random.normal(key, parameter.shape, dtype) * deviation
+        else:
+            weight = jnp.full(parameter.shape, parameter.initialiser == "ones", dtype)
+        return quantized(weight, parameter, quantization) if is_quantized(leaf) else weight
 
-    return jax.jit(make, out_shardings=where)
+    return jax.jit(make, out_shardings=jax.tree.map(lambda part: part.sharding, leaf))
 
 
 def size_in_bytes(weights: Tree) -> int:

@@ -1,33 +1,33 @@
 """Abstract trees and loaded weights on a mesh, for the tests of loading."""
 
+import functools
+
 import jax
 import numpy as np
 
 import convert
-from jaxinfer.parameters import declare, flatten, for_tensor_parallel, unflatten
+from jaxinfer.parameters import abstract, flatten, for_tensor_parallel, stored_parts
 from meshes import build_mesh, sharding
 
 
-def abstract_tree(config, tensor=1, dtype=np.float32):
+def abstract_tree(config, tensor=1, dtype=np.float32, quantization=None):
     """(abstract, physical) for a mesh of `tensor` devices."""
-    mesh, physical = build_mesh(tensor=tensor), for_tensor_parallel(config, tensor)
-    leaves = {
-        path: jax.ShapeDtypeStruct(p.shape, np.dtype(dtype), sharding=sharding(mesh, p.axes))
-        for path, p in flatten(declare(physical))
-    }
-    return unflatten(leaves), physical
+    place, physical = functools.partial(sharding, build_mesh(tensor=tensor)), for_tensor_parallel(config, tensor)
+    return abstract(physical, np.dtype(dtype), place, quantization), physical
 
 
-def load_flat(checkpoint, tensor=1, dtype=np.float32):
-    """Path → array."""
-    abstract, physical = abstract_tree(checkpoint.config, tensor, dtype)
+def load_flat(checkpoint, tensor=1, dtype=np.float32, quantization=None):
+    """Path → weight."""
+    abstract, physical = abstract_tree(checkpoint.config, tensor, dtype, quantization)
     return dict(flatten(convert.load(checkpoint, abstract, physical, progress=False)))
 
 
 def assert_same(first, second):
-    """Same paths, dtypes, shardings and bits."""
-    assert first.keys() == second.keys()
+    """Same paths, formats, dtypes, shardings and bits."""
+    assert jax.tree.structure(first) == jax.tree.structure(second)
     for path in first:
-        assert first[path].dtype == second[path].dtype, path
-        assert first[path].sharding == second[path].sharding, path
-        np.testing.assert_array_equal(np.asarray(first[path]), np.asarray(second[path]), err_msg=path)
+        others = stored_parts(path, second[path])
+        for name, part in stored_parts(path, first[path]).items():
+            assert part.dtype == others[name].dtype, name
+            assert part.sharding == others[name].sharding, name
+            np.testing.assert_array_equal(np.asarray(part), np.asarray(others[name]), err_msg=name)
