@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from jaxinfer import __version__
 from jaxinfer.cli.bench import bench
+from jaxinfer.cli.cuda import skip_unusable_cuda
 from jaxinfer.cli.demo import fetch_demo
 from jaxinfer.cli.env import env
 from jaxinfer.cli.generate import generate
@@ -24,6 +27,7 @@ def main() -> None:
 
     Results go to stdout, progress and logs to stderr. Every command explains itself: jaxinfer COMMAND --help
     """
+    skip_unusable_cuda(os.environ)
 
 
 for command in (generate, info, bench, env, fetch_demo):
