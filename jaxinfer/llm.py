@@ -33,11 +33,13 @@ class LLM:
 
     model: a local checkpoint (Hugging Face folder, GGUF file, native folder), a Hub id, or a ModelConfig for random
         weights.
-    dtype: of weights, activations and cache: float32, bfloat16, float16, or auto: float32 on CPU, else bfloat16.
+    dtype: of weights, activations and, by default, cache: float32, bfloat16, float16, or auto: float32 on CPU, else
+        bfloat16.
     tensor_parallel_size: devices that share each layer. mesh: in its place, one with axes data, pipe, expert, tensor.
     max_model_len: longest sequence, prompt and output; the model's own limit by default.
     max_num_seqs, max_num_batched_tokens: sequences that run at once, and tokens that one step takes.
     page_size, num_pages: of the KV cache, in tokens and per cache group; num_pages None fills the memory that is left.
+    kv_cache_dtype: how keys and values are stored: auto: in `dtype`; int8 or fp8: with a scale per token and head.
     memory_fraction: share of a GPU's memory that weights, cache and temporaries may take; it counts if JAX has not
         started yet. On CPU the cache takes at most a quarter of the memory that is free.
     skip_tokenizer_init: token ids in, token ids out.
@@ -59,6 +61,7 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         page_size: int = 64,
         num_pages: int | None = None,
+        kv_cache_dtype: str = "auto",
         memory_fraction: float = 0.9,
         skip_tokenizer_init: bool = False,
         seed: int = 0,
@@ -67,7 +70,7 @@ class LLM:
         steps_in_flight: int = 2,
         mesh: Mesh | None = None,
     ):
-        cache = CacheConfig(page_size=page_size, num_pages=num_pages, memory_fraction=memory_fraction)
+        cache = CacheConfig(page_size, num_pages, memory_fraction, dtype=kv_cache_dtype)  # type: ignore[arg-type]
         memory.reserve(memory_fraction)
         compilation.enable_cache()
         source = model if isinstance(model, ModelConfig) else convert.open_checkpoint(convert.resolve(model))

@@ -56,7 +56,7 @@ def build_engine(
         groups=len(model.config.cache_groups),
         data_dependent=data_dependent(mesh.devices.flat[0].platform),
     )
-    runner = StepRunner(model.config, model.weights, mesh, config.cache.page_size)
+    runner = StepRunner(model.config, model.weights, mesh)
     num_pages = _plan_pages(model, mesh, config, runner, builder)
     state = _abstract_state(model, mesh, config, num_pages)
     runner.state = State(
@@ -72,18 +72,18 @@ def _plan_pages(
     model: LoadedModel, mesh: Mesh, config: EngineConfig, runner: StepRunner, builder: BatchBuilder
 ) -> tuple[int, ...]:
     """The memory left after weights and a step's temporaries, both measured, in pages."""
-    itemsize, shards = model.dtype.itemsize, mesh.shape["tensor"]
+    dtype, shards = cache.stored_dtype(config.cache.dtype, model.dtype), mesh.shape["tensor"]
     if config.cache.num_pages is not None:
-        return cache.plan_pages(model.config, config, itemsize, 0, shards)
+        return cache.plan_pages(model.config, config, dtype, 0, shards)
     if mesh.devices.flat[0].platform == "cpu":
         free = memory.free_bytes(mesh, temporaries=0)
-        return cache.plan_pages(model.config, config, itemsize, free, shards)
+        return cache.plan_pages(model.config, config, dtype, free, shards)
     small = _abstract_state(model, mesh, config, cache.pages_per_sequence(model.config, config))
     programs = [runner.lower(shape, small).compile() for shape in largest_shapes(builder.shapes())]
     temporaries = max(compilation.temporary_bytes(program) for program in programs)
     outputs = max(compilation.output_bytes(program) for program in programs) * config.steps_in_flight
     free = memory.free_bytes(mesh, temporaries + outputs)
-    return cache.plan_pages(model.config, config, itemsize, free, shards)
+    return cache.plan_pages(model.config, config, dtype, free, shards)
 
 
 def largest_shapes(shapes: Sequence[BatchShape]) -> list[BatchShape]:
@@ -96,5 +96,6 @@ def largest_shapes(shapes: Sequence[BatchShape]) -> list[BatchShape]:
 
 def _abstract_state(model: LoadedModel, mesh: Mesh, config: EngineConfig, num_pages: tuple[int, ...]) -> AbstractState:
     last_ids = jax.ShapeDtypeStruct((config.max_num_seqs,), jnp.int32, sharding=sharding(mesh))
-    pages = cache.abstract_cache(model.config, num_pages, config.cache.page_size, model.dtype, mesh)
+    dtype = cache.stored_dtype(config.cache.dtype, model.dtype)
+    pages = cache.abstract_cache(model.config, num_pages, config.cache.page_size, dtype, mesh)
     return State(pages, last_ids)  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.choice import check_shape
 
@@ -120,11 +119,3 @@ def dequantize_tokens(stored: jax.Array, scales: jax.Array | None, dtype: Any) -
     if scales is None:
         return stored.astype(dtype)
     return (stored.astype(jnp.float32) * scales[..., None]).astype(dtype)
-
-
-def fill(abstract: KVPages, value: float = 0.0) -> KVPages:
-    """Pages of one value; what 8 bits cannot hold (NaN in int8) goes into the scales."""
-    return jax.tree.map(
-        lambda leaf: jnp.full(leaf.shape, 0 if leaf.dtype == np.int8 and np.isnan(value) else value, leaf.dtype),
-        abstract,
-    )

@@ -49,7 +49,7 @@ class StepBench:
             cache=CacheConfig(PAGE_SIZE),
         )  # fmt: skip
         self.builder = BatchBuilder(engine, groups=1, data_dependent=False)
-        self.runner = StepRunner(self.config, self.weights, mesh, PAGE_SIZE)
+        self.runner = StepRunner(self.config, self.weights, mesh)
         pages = max(max_batch * -(-context // PAGE_SIZE), prefill_tokens // PAGE_SIZE)
         abstract = cache.abstract_cache(self.config, (pages,), PAGE_SIZE, jnp.dtype(jnp.bfloat16), mesh)
         last_ids = jax.device_put(jnp.zeros(max_batch, jnp.int32), sharding(mesh))

@@ -16,6 +16,7 @@ INTERRUPTED = 130
 """Exit status of a command ended by Ctrl-C: 128 + SIGINT."""
 
 DTYPES = click.Choice(["auto", "float32", "bfloat16", "float16"])
+CACHE_DTYPES = click.Choice(["auto", "int8", "fp8"])
 
 type Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -61,13 +62,16 @@ def options(*decorators: Any) -> Decorator:
 
 
 memory_options = options(
-    click.option("--dtype", type=DTYPES, default="auto", help="Of weights and cache; auto: float32 on CPU, else bf16."),
+    click.option(
+        "--dtype", type=DTYPES, default="auto", help="Of weights and activations; auto: float32 on CPU, else bf16."
+    ),
     click.option("--tensor-parallel-size", type=int, default=1, help="Devices that share every layer."),
     click.option("--max-model-len", type=int, help="Longest prompt and output in tokens.  [default: the model's]"),
     click.option("--max-num-seqs", type=int, default=64, help="Sequences that run at once."),
     click.option("--max-num-batched-tokens", type=int, default=2048, help="Tokens that one step takes."),
     click.option("--page-size", type=int, default=64, help="Tokens of a page of the KV cache; a power of two."),
     click.option("--num-pages", type=int, help="Pages of the KV cache.  [default: what memory allows]"),
+    click.option("--kv-cache-dtype", type=CACHE_DTYPES, default="auto", help="Of keys and values; auto: as --dtype."),
     click.option("--memory-fraction", type=float, default=0.9, help="Share of device memory that may be used."),
 )
 """Options that go to `LLM` under their own names."""

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.models.attention import CACHE_AXES, CacheLayer
 from meshes import sharding
+from pallas_kernels.kv_pages import KVPages, abstract_pages
+
+AXES = ("pages", "kv_heads")
+"""Logical axes that lead every leaf of KVPages; the rest lies whole on every device."""
+
+
+def stored_dtype(name: str, model_dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of `CacheConfig.dtype`."""
+    return {"auto": model_dtype, "int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}[name]
 
 
 def abstract_cache(
     config: ModelConfig, num_pages: tuple[int, ...], page_size: int, dtype: jnp.dtype, mesh: Mesh
-) -> list[dict[str, jax.ShapeDtypeStruct]]:
+) -> list[KVPages]:
     """Shapes and shardings of every layer's pages. config: as laid out for the mesh; num_pages: per cache group."""
-    layers: list[dict[str, jax.ShapeDtypeStruct]] = [{} for _ in range(config.num_layers)]
+    layers: dict[int, KVPages] = {}
     for group, pages in zip(config.cache_groups, num_pages, strict=True):
-        shape = (pages, config.num_kv_heads, page_size, config.head_dim)
-        leaf = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, CACHE_AXES))
-        for layer in group.layers:
-            layers[layer] = {"k": leaf, "v": leaf}
-    return layers
+        pool = abstract_pages(
+            pages, config.num_kv_heads, page_size, config.head_dim, dtype, sharding=sharding(mesh, AXES)
+        )
+        layers |= dict.fromkeys(group.layers, pool)
+    return [layers[layer] for layer in range(config.num_layers)]
 
 
-def allocate(abstract: list[dict[str, jax.ShapeDtypeStruct]]) -> list[CacheLayer]:
+def allocate(abstract: list[KVPages]) -> list[KVPages]:
     """Zeroed pages, made on their devices."""
     zeros = jax.jit(
         lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
@@ -40,17 +50,19 @@ def pages_per_sequence(config: ModelConfig, engine: EngineConfig) -> tuple[int, 
 
 
 def plan_pages(
-    config: ModelConfig, engine: EngineConfig, itemsize: int, free_bytes: int, shards: int
+    config: ModelConfig, engine: EngineConfig, dtype: jnp.dtype, free_bytes: int, shards: int
 ) -> tuple[int, ...]:
     """Pages per cache group: what `max_num_seqs` sequences of `max_model_len` take, or as much of it as fits.
 
-    free_bytes: on one device; shards: devices that share the kv heads. Groups shrink together, so that none starves.
+    dtype: as stored; free_bytes: on one device; shards: devices that share the kv heads. Groups shrink together, so
+    that none starves.
     Raises ValueError if not even one sequence fits.
     """
     wanted = pages_per_sequence(config, engine)
     if engine.cache.num_pages is not None:
         return tuple(engine.cache.num_pages for _ in wanted)
-    page_bytes = 2 * config.num_kv_heads // shards * engine.cache.page_size * config.head_dim * itemsize
+    page = abstract_pages(1, config.num_kv_heads // shards, engine.cache.page_size, config.head_dim, dtype)
+    page_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
     layers = [len(group.layers) for group in config.cache_groups]
     one_sequence = sum(pages * count * page_bytes for pages, count in zip(wanted, layers, strict=True))
     sequences = min(engine.max_num_seqs, free_bytes / one_sequence)

@@ -18,11 +18,12 @@ from jaxinfer.engine import sampler
 from jaxinfer.engine.batch import NO_TARGET, UNREAD, Batch, BatchShape, packed_size, sampling_inputs, unpack
 from jaxinfer.engine.sampler import RowLogprobs
 from jaxinfer.models import Decoder
-from jaxinfer.models.attention import AttentionInputs, CacheLayer
+from jaxinfer.models.attention import AttentionInputs
 from jaxinfer.models.rope import cos_sin
 from jaxinfer.parameters import Tree
 from meshes import sharding
-from pallas_kernels.tiles import Tiles, for_platform
+from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.target import Target
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "row_logprobs", "logprobs"], meta_fields=[])
@@ -42,7 +43,8 @@ class StepOutput:
 class State:
     """What stays on the device between steps, and is donated to each."""
 
-    cache: list[CacheLayer]
+    cache: list[KVPages]
+    """One pool per layer."""
     last_ids: jax.Array
     """[max_num_seqs] i32: each running sequence's newest id, through which it reaches the next step."""
 
@@ -57,16 +59,13 @@ type AbstractState = Any
 class StepRunner:
     """Executables by batch shape, and the state they pass on. `run` dispatches and does not wait."""
 
-    def __init__(self, config: ModelConfig, weights: Tree, mesh: Mesh, page_size: int):
+    def __init__(self, config: ModelConfig, weights: Tree, mesh: Mesh):
         """config: as laid out for the mesh; weights: a nested dict of arrays, or of shapes if only to compile."""
         self._weights = weights
         self._executables: dict[BatchShape, Any] = {}
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
         graph, _ = nnx.split(Decoder(config, abstract, mesh))
-        platform = mesh.devices.flat[0].platform
-        self._step = functools.partial(
-            step, graph=graph, config=config, page_size=page_size, tiles=for_platform(platform)
-        )
+        self._step = functools.partial(step, graph=graph, config=config, target=target_of(mesh))
         self._replicated = sharding(mesh)
         self.state: State | None = None
 
@@ -98,6 +97,11 @@ class StepRunner:
         return output
 
 
+def target_of(mesh: Mesh) -> Target:
+    """What the steps of a mesh are compiled for."""
+    return Target.of(mesh.devices.flat[0])
+
+
 def step(
     weights: Tree,
     state: State,
@@ -106,8 +110,7 @@ def step(
     shape: BatchShape,
     graph: nnx.GraphDef,
     config: ModelConfig,
-    page_size: int,
-    tiles: Tiles,
+    target: Target,
 ) -> tuple[StepOutput, State]:
     """Embed, layers, head on the rows that need it, sample. Pure: state in, state out."""
     arrays = unpack(packed, shape)
@@ -115,7 +118,7 @@ def step(
     sequence = sequence_of_token(arrays, shape)
     last_ids = state.last_ids.at[arrays["slots"][sequence]].get(mode="clip")
     tokens = jnp.where(arrays["tokens"] == UNREAD, last_ids, arrays["tokens"])
-    inputs = attention_inputs(arrays, shape, sequence, config, state.cache, page_size, tiles)
+    inputs = attention_inputs(arrays, shape, sequence, config, state.cache, target)
     hidden, cache = decoder(tokens, state.cache, inputs)
     logits = decoder.logits(hidden[arrays["logit_rows"]])  # [rows, vocab]
 
@@ -140,9 +143,8 @@ def attention_inputs(
     shape: BatchShape,
     sequence: jax.Array,
     config: ModelConfig,
-    cache: list[CacheLayer],
-    page_size: int,
-    tiles: Tiles,
+    cache: list[KVPages],
+    target: Target,
 ) -> list[AttentionInputs]:
     """One entry per layer; layers of a group share theirs."""
     positions = arrays["positions"]
@@ -150,17 +152,17 @@ def attention_inputs(
     padding = jnp.arange(shape.tokens) >= arrays["query_start"][-1]
     layers: dict[int, AttentionInputs] = {}
     for group, tables in zip(config.cache_groups, arrays["block_tables"], strict=True):
-        num_pages = cache[group.layers[0]]["k"].shape[0]
+        pages = cache[group.layers[0]]
         inputs = AttentionInputs(
             cos=cos,
             sin=sin,
-            page_ids=jnp.where(padding, num_pages, tables[sequence, positions // page_size]),
-            offsets=positions % page_size,
+            page_ids=jnp.where(padding, pages.num_pages, tables[sequence, positions // pages.page_size]),
+            offsets=positions % pages.page_size,
             block_tables=tables,
             query_start=arrays["query_start"],
             lengths=arrays["lengths"],
             decode=shape.decode,
-            tiles=tiles,
+            target=target,
         )
         layers |= dict.fromkeys(group.layers, inputs)
     return [layers[layer] for layer in range(config.num_layers)]

@@ -10,10 +10,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.models.attention import Attention, AttentionInputs, CacheLayer
+from jaxinfer.models.attention import Attention, AttentionInputs
 from jaxinfer.models.layers import Embedding, GatedMlp, Head, RMSNorm
 from jaxinfer.parameters import Tree
 from meshes import sharding
+from pallas_kernels.kv_pages import KVPages
 
 
 class DecoderLayer(nnx.Module):
@@ -26,7 +27,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.norm_eps, weights["mlp_norm"])
         self.mlp = GatedMlp(config, weights["mlp"])
 
-    def __call__(self, x: jax.Array, cache: CacheLayer, inputs: AttentionInputs) -> tuple[jax.Array, CacheLayer]:
+    def __call__(self, x: jax.Array, cache: KVPages, inputs: AttentionInputs) -> tuple[jax.Array, KVPages]:
         """x: [tokens, embed]. Under tensor parallelism each half ends in one all-reduce: x is whole on every device."""
         attended, cache = self.attention(self.attention_norm(x), cache, inputs)
         x = x + jax.lax.with_sharding_constraint(attended, self.replicated)
@@ -35,8 +36,8 @@ class DecoderLayer(nnx.Module):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run(
-    graph: nnx.GraphDef, weights: nnx.State, x: jax.Array, cache: CacheLayer, inputs: AttentionInputs
-) -> tuple[jax.Array, CacheLayer]:
+    graph: nnx.GraphDef, weights: nnx.State, x: jax.Array, cache: KVPages, inputs: AttentionInputs
+) -> tuple[jax.Array, KVPages]:
     """One layer. Under jit of its own it is traced once for all layers alike; the compiler still unrolls them."""
     return nnx.merge(graph, weights)(x, cache, inputs)
 
@@ -54,8 +55,8 @@ class Decoder(nnx.Module):
         self.vocab_size = config.vocab_size
 
     def __call__(
-        self, tokens: jax.Array, cache: Sequence[CacheLayer], inputs: Sequence[AttentionInputs]
-    ) -> tuple[jax.Array, list[CacheLayer]]:
+        self, tokens: jax.Array, cache: Sequence[KVPages], inputs: Sequence[AttentionInputs]
+    ) -> tuple[jax.Array, list[KVPages]]:
         """tokens: [tokens] i32; cache and inputs: one entry per layer. Returns the last layer's [tokens, embed]."""
         x = jax.lax.with_sharding_constraint(self.embed(tokens), self.replicated)
         new_cache = []

@@ -53,10 +53,11 @@ def assert_same_listed(first: Sequence[dict], second: Sequence[dict], atol: floa
 
 
 def poison(llm: LLM) -> None:
-    """Fill every page of the idle LLM's cache with NaN."""
+    """Fill every page of the idle LLM's cache with NaN; of 8 bits, its scales."""
     runner = llm.engine._runner
-    nan = [
-        {name: jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype), leaf.sharding) for name, leaf in layer.items()}
-        for layer in runner.state.cache
-    ]
-    runner.state = type(runner.state)(nan, runner.state.last_ids)
+
+    def fill(leaf: jax.Array) -> jax.Array:
+        garbage = 77 if leaf.dtype == np.int8 else np.nan
+        return jax.device_put(np.full(leaf.shape, garbage, leaf.dtype), leaf.sharding)
+
+    runner.state = type(runner.state)(jax.tree.map(fill, runner.state.cache), runner.state.last_ids)

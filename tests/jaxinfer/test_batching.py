@@ -4,7 +4,7 @@ import pytest
 
 from jaxinfer import SamplingParams, startup
 from jaxinfer.engine import step
-from pallas_kernels.tiles import for_platform
+from pallas_kernels.target import Target
 from tests.jaxinfer.prompts import alone, assert_same_listed, ids, poison, tokens
 
 CASES = ["llama", "qwen2_windows"]
@@ -107,7 +107,7 @@ def test_nan_in_unused_pages_never_leaks(case, models):
 def test_programs_without_branches_or_loops_give_the_same(case, models, monkeypatch):
     """What a GPU runs: greedy batches apart from the others, block tables of bucketed width read in one piece."""
     monkeypatch.setattr(startup, "data_dependent", lambda platform: False)
-    monkeypatch.setattr(step, "for_platform", lambda platform: for_platform("gpu"))
+    monkeypatch.setattr(step, "target_of", lambda mesh: Target("gpu"))
     llm = models(case, memory_fraction=0.8)  # an LLM of its own
     params = [SamplingParams(**{**vars(p), "logprobs": 2, "prompt_logprobs": 2}) for p in MIXED]
     for wanted in (GREEDY, params):

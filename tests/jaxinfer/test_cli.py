@@ -85,7 +85,7 @@ def test_options_reach_the_engine(made: list[EchoLLM]) -> None:
     args = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 3 --min-p 0.1 --seed 4 --stop a --stop b --ignore-eos"
     engine = (
         "--dtype bfloat16 --tensor-parallel-size 2 --max-model-len 99 --max-num-seqs 3 --max-num-batched-tokens 77 "
-        "--page-size 16 --num-pages 10 --memory-fraction 0.5"
+        "--page-size 16 --num-pages 10 --kv-cache-dtype int8 --memory-fraction 0.5"
     )
     done = run("generate", "--model", "m", "--prompt", "x", *args.split(), *engine.split())
     assert done.exit_code == 0, done.output
@@ -102,6 +102,7 @@ def test_options_reach_the_engine(made: list[EchoLLM]) -> None:
         "max_num_batched_tokens": 77,
         "page_size": 16,
         "num_pages": 10,
+        "kv_cache_dtype": "int8",
         "memory_fraction": 0.5,
     }
 

@@ -5,7 +5,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams, startup
 from jaxinfer.engine import step
-from pallas_kernels.tiles import GPU
+from pallas_kernels.target import Target
 from tests.jaxinfer.conftest import TINY
 from tests.jaxinfer.prompts import assert_same_listed, ids, tokens
 
@@ -21,7 +21,7 @@ MIXED = [
 def gpu_like(models):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(startup, "data_dependent", lambda platform: False)
-        patch.setattr(step, "for_platform", lambda platform: GPU)
+        patch.setattr(step, "target_of", lambda mesh: Target("gpu"))
         return LLM(str(models.checkpoint("qwen2_windows")), **TINY)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -82,4 +83,12 @@ def tolerance(dtype: str, terms: int) -> dict[str, float]:
     """float32: rounding grows with the square root of what is summed; bfloat16: inputs have 8 bits."""
     return (
         {"rtol": 2e-6 * terms**0.5, "atol": 1e-6 * terms**0.5} if dtype == "float32" else {"rtol": 0.02, "atol": 0.02}
+    )
+
+
+def fill(abstract: KVPages, value: float) -> KVPages:
+    """Numpy pages of one value; what int8 cannot hold (NaN) goes into the scales alone."""
+    garbage = 0 if np.isnan(value) else value
+    return jax.tree.map(
+        lambda leaf: np.full(leaf.shape, garbage if leaf.dtype == np.int8 else value, leaf.dtype), abstract
     )

@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from pallas_kernels.cache_append import cache_append, reference
-from pallas_kernels.kv_pages import KVPages, abstract_pages, fill
+from pallas_kernels.kv_pages import KVPages, abstract_pages
 from pallas_kernels.target import CPU
-from tests.pallas_kernels.paged_cases import normal
+from tests.pallas_kernels.paged_cases import fill, normal
 
 IMPLEMENTATIONS = ["reference", "xla"]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig
-from jaxinfer.engine.cache import abstract_cache, allocate, pages_per_sequence, plan_pages
+from jaxinfer.engine.cache import abstract_cache, allocate, pages_per_sequence, plan_pages, stored_dtype
 from meshes import build_mesh
 
 MODEL = ModelConfig(
@@ -28,6 +29,7 @@ MODEL = ModelConfig(
 ENGINE = EngineConfig(max_model_len=100, max_num_seqs=3, max_num_batched_tokens=8, cache=CacheConfig(page_size=4))
 # 25 pages of two full layers; 9 + 8 tokens span at most 6 pages of three windowed ones. A page: k and v of 2 x 4 x 6.
 PAGE_BYTES = 2 * 2 * 4 * 6 * 4
+F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 ONE_SEQUENCE = (25 * 2 + 6 * 3) * PAGE_BYTES
 
 
@@ -38,23 +40,23 @@ def test_a_windowed_group_needs_its_window_and_one_step():
 
 
 def test_pages_for_all_sequences_where_memory_is_plenty():
-    assert plan_pages(MODEL, ENGINE, 4, free_bytes=10**9, shards=1) == (75, 18)
+    assert plan_pages(MODEL, ENGINE, F32, free_bytes=10**9, shards=1) == (75, 18)
 
 
 def test_groups_shrink_together():
-    assert plan_pages(MODEL, ENGINE, 4, free_bytes=2 * ONE_SEQUENCE, shards=1) == (50, 12)
-    assert plan_pages(MODEL, ENGINE, 4, free_bytes=ONE_SEQUENCE * 3 // 2, shards=1) == (37, 9)
-    assert plan_pages(MODEL, ENGINE, 4, free_bytes=ONE_SEQUENCE, shards=1) == (25, 6)
+    assert plan_pages(MODEL, ENGINE, F32, free_bytes=2 * ONE_SEQUENCE, shards=1) == (50, 12)
+    assert plan_pages(MODEL, ENGINE, F32, free_bytes=ONE_SEQUENCE * 3 // 2, shards=1) == (37, 9)
+    assert plan_pages(MODEL, ENGINE, F32, free_bytes=ONE_SEQUENCE, shards=1) == (25, 6)
 
 
 def test_shards_and_narrow_types_make_room():
-    assert plan_pages(MODEL, ENGINE, 2, free_bytes=ONE_SEQUENCE, shards=1) == (50, 12)
-    assert plan_pages(MODEL, ENGINE, 4, free_bytes=ONE_SEQUENCE, shards=2) == (50, 12)
+    assert plan_pages(MODEL, ENGINE, BF16, free_bytes=ONE_SEQUENCE, shards=1) == (50, 12)
+    assert plan_pages(MODEL, ENGINE, F32, free_bytes=ONE_SEQUENCE, shards=2) == (50, 12)
 
 
 def test_a_given_number_of_pages_is_taken_for_every_group():
     engine = dataclasses.replace(ENGINE, cache=CacheConfig(page_size=4, num_pages=7))
-    assert plan_pages(MODEL, engine, 4, free_bytes=0, shards=1) == (7, 7)
+    assert plan_pages(MODEL, engine, F32, free_bytes=0, shards=1) == (7, 7)
 
 
 @pytest.mark.parametrize(("free", "left"), [(2**20 * 5 + 1, 5), (-(2**20), 0)])
@@ -65,18 +67,39 @@ def test_no_room_for_one_sequence(free, left):
         "lower max_model_len, or raise memory_fraction on a GPU"
     )
     with pytest.raises(ValueError, match=message):
-        plan_pages(MODEL, engine, 4, free_bytes=free, shards=1)
+        plan_pages(MODEL, engine, F32, free_bytes=free, shards=1)
 
 
 def test_every_layer_has_the_pages_of_its_group_split_by_kv_head():
     mesh = build_mesh(tensor=2)
     abstract = abstract_cache(MODEL, (7, 3), 4, jnp.dtype(jnp.bfloat16), mesh)
     cache = allocate(abstract)
-    assert [layer["k"].shape[0] for layer in cache] == [7, 3, 3, 7, 3]
+    assert [layer.num_pages for layer in cache] == [7, 3, 3, 7, 3]
     for layer in cache:
-        assert set(layer) == {"k", "v"}
-        for leaf in layer.values():
+        assert not layer.quantized
+        for leaf in (layer.k, layer.v):
             assert leaf.shape[1:] == (2, 4, 6)
             assert leaf.dtype == jnp.bfloat16
             assert {shard.data.shape[1:] for shard in leaf.addressable_shards} == {(1, 4, 6)}
             assert not np.asarray(leaf, np.float32).any()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("int8", jnp.int8), ("fp8", jnp.float8_e4m3fn)])
+def test_eight_bits_take_a_scale_per_token_and_head(name, dtype):
+    stored = stored_dtype(name, BF16)
+    assert stored == dtype
+    cache = allocate(abstract_cache(MODEL, (7, 3), 4, stored, build_mesh(tensor=2)))
+    shapes = [(7, 2, 4, 6), (7, 2, 6, 4), (7, 2, 4), (7, 2, 4)]  # values have their tokens innermost
+    assert [leaf.shape for leaf in jax.tree.leaves(cache[0])] == shapes
+    assert [leaf.dtype for leaf in jax.tree.leaves(cache[0])] == [dtype, dtype, F32, F32]
+    assert {shard.data.shape for shard in cache[0].k_scales.addressable_shards} == {(7, 1, 4)}
+    # 6 bytes and a scale of 4 for a vector of 6.
+    one = (25 * 2 + 6 * 3) * 2 * 2 * 4 * (6 + 4)
+    engine = dataclasses.replace(ENGINE, max_num_seqs=8)
+    assert plan_pages(MODEL, engine, stored, free_bytes=7 * one, shards=1) == (175, 42)
+
+
+def test_the_models_dtype_unless_told():
+    assert stored_dtype("auto", BF16) == BF16
+    with pytest.raises(ValueError, match="the cache's dtype is 'int4'; it must be auto, int8 or fp8"):
+        CacheConfig(dtype="int4")
