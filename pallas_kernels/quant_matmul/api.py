@@ -20,6 +20,7 @@ def quant_matmul(
     weight: QuantizedArray,
     *,
     activations: Literal["int8", "fp8"] | None = None,
+    out_dtype: Any = None,
     target: Target = CPU,
     implementation: choice.Implementation = None,
     interpret: Any = None,
@@ -27,8 +28,9 @@ def quant_matmul(
     """x times the weight that `weight` stands for, summed in float32.
 
     x: [rows, inputs] bf16, f16 or f32; weight: of [inputs, *outputs], int8, fp8 or int4. Returns [rows, *outputs] in
-    x's dtype. activations: round x, too, to the weight's 8-bit format, each row with a scale of its own; faster with
-    many rows, and less exact: about 1 % (int8) or 4 % (fp8) of a random product's size.
+    out_dtype, by default x's; float32 is the sum as it is, for logits. activations: round x, too, to the weight's 8-bit
+    format, each row with a scale of its own; faster with many rows, and less exact: about 1 % (int8) or 4 % (fp8) of a
+    random product's size.
     interpret: an InterpretGPUParams runs the kernel on any machine.
     Raises ValueError for shapes and dtypes that do not fit, and for `activations` other than the weight's format.
     """
@@ -43,12 +45,13 @@ def quant_matmul(
             "format: quantize the weight so, or pass activations=None"
         )
     flat = _flat(weight)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
     obstacle = _obstacle(x, flat, activations, target)
     choice.resolve("quant_matmul", implementation, obstacle)
     if activations is not None:
-        out = xla.quant_matmul_8bit(x, flat)
+        out = xla.quant_matmul_8bit(x, flat, out_dtype)
     else:
-        out = xla.quant_matmul(x, flat, platform=target.platform)
+        out = xla.quant_matmul(x, flat, out_dtype, platform=target.platform)
     return out.reshape(x.shape[0], *weight.outputs)
 
 

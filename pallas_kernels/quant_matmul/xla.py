@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,14 @@ OUTPUTS_AT_ONCE = 256
 OVER_INPUTS = (((1,), (1,)), ((), ()))
 
 
-def quant_matmul(x: jax.Array, weight: QuantizedArray, *, platform: str = "cpu") -> jax.Array:
-    """x: [rows, inputs]; weight: of [outputs, inputs]. Returns [rows, outputs] in x's dtype; sums are float32.
+def quant_matmul(x: jax.Array, weight: QuantizedArray, out_dtype: Any = None, *, platform: str = "cpu") -> jax.Array:
+    """x: [rows, inputs]; weight: of [outputs, inputs]. Returns [rows, outputs] in out_dtype; sums are float32.
 
-    On a CPU all of it is float32, whatever x is.
+    On a CPU all of it is float32, whatever x is. out_dtype: x's by default.
     """
+    out_dtype = x.dtype if out_dtype is None else out_dtype
     if platform != "cpu":
-        return _by_dot(x, weight)
+        return _by_dot(x, weight, out_dtype)
     wide = x.astype(jnp.float32)
     if weight.format == "int8":
         # Written as a sum of products: XLA widens the weight within its matmul then, and for a dot in memory.
@@ -34,7 +36,7 @@ def quant_matmul(x: jax.Array, weight: QuantizedArray, *, platform: str = "cpu")
             return _dot(wide, dequantize(dataclasses.replace(row, values=values), jnp.float32))
 
         out = jax.lax.map(dot, dataclasses.replace(weight, values=bits), batch_size=OUTPUTS_AT_ONCE).T
-    return out.astype(x.dtype)
+    return out.astype(out_dtype)
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -42,18 +44,19 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
 
 
-def _by_dot(x: jax.Array, weight: QuantizedArray) -> jax.Array:
+def _by_dot(x: jax.Array, weight: QuantizedArray, out_dtype: Any) -> jax.Array:
     """A scale per output comes after the sum, and XLA's matmul widens values as it reads them."""
     per_group = weight.format == "int4"
     wide = dequantize(weight, x.dtype) if per_group else weight.values.astype(x.dtype)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     out = jax.lax.dot_general(x, wide, OVER_INPUTS, precision=precision, preferred_element_type=jnp.float32)
-    return (out if per_group else out * weight.scales).astype(x.dtype)
+    return (out if per_group else out * weight.scales).astype(out_dtype)
 
 
-def quant_matmul_8bit(x: jax.Array, weight: QuantizedArray) -> jax.Array:
+def quant_matmul_8bit(x: jax.Array, weight: QuantizedArray, out_dtype: Any = None) -> jax.Array:
     """The same on 8-bit matrix units: x is rounded to the weight's format (int8 or fp8), with a scale per row."""
     stored, scales = quantize_rows(x, weight.values.dtype)
     total = jnp.int32 if weight.format == "int8" else jnp.float32
     out = jax.lax.dot_general(stored, weight.values, OVER_INPUTS, preferred_element_type=total)
-    return (out.astype(jnp.float32) * scales[:, None] * weight.scales).astype(x.dtype)
+    out = out.astype(jnp.float32) * scales[:, None] * weight.scales
+    return out.astype(x.dtype if out_dtype is None else out_dtype)

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.formats import dequantize, quantize
 from pallas_kernels.quant_matmul import quant_matmul, reference, xla
-from pallas_kernels.target import CPU
+from pallas_kernels.target import CPU, H200
 
 TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Of the typical size of an output; covers its rounding where it is four times that."""
@@ -120,3 +120,20 @@ def test_refusals():
         quant_matmul(x, weight, activations="fp8")
     with pytest.raises(ValueError, match=r"the kernel of quant_matmul cannot run: it is written for Hopper GPUs"):
         quant_matmul(x.astype(jnp.bfloat16), weight, target=CPU, implementation="mosaic")
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+@pytest.mark.parametrize("target", [CPU, H200], ids=["cpu", "gpu"])
+def test_logits_come_as_they_were_summed(target, activations):
+    """In float32 from bfloat16: between two values of bfloat16, mostly."""
+    x, weight = make(4, 256, 33, "int8", jnp.bfloat16)
+    matmul = jax.jit(
+        functools.partial(
+            quant_matmul, target=target, activations=activations, out_dtype=jnp.float32, implementation="xla"
+        )
+    )
+    got = matmul(x, weight)
+    assert got.dtype == jnp.float32
+    want = want_of(x, weight, activations)
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * 16 * np.abs(want).max())
+    assert np.mean(got == got.astype(jnp.bfloat16).astype(jnp.float32)) < 0.1
