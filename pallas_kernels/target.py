@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import jax
@@ -16,7 +17,7 @@ class Target:
     platform: str
     """As in `jax.Device.platform`: "cpu" or "gpu"."""
     compute_capability: tuple[int, int] | None = None
-    """Of an NVIDIA GPU: (9, 0) is Hopper."""
+    """Of an NVIDIA GPU: (9, 0) is Hopper. None: no such GPU."""
     cores: int = 0
     """Streaming multiprocessors of a GPU."""
 
@@ -25,17 +26,25 @@ class Target:
         """The target of a device, or of one described by `jax.experimental.topologies`."""
         if device.platform != "gpu":
             return cls(device.platform)
-        major, minor = (int(part) for part in device.compute_capability.split("."))
-        return cls("gpu", (major, minor), device.core_count)
+        capability = re.fullmatch(r"(\d+)\.(\d+)", device.compute_capability)
+        return cls("gpu", capability and (int(capability[1]), int(capability[2])), device.core_count)
 
     def lacks_hopper(self) -> str | None:
         """Why a kernel that uses Hopper's matrix and copy units cannot run here; None if it can."""
         if self.compute_capability == HOPPER:
             return None
-        here = "a CPU" if self.platform == "cpu" else f"compute capability {self.compute_capability}"
-        return f"it is written for Hopper GPUs (compute capability 9.0), and this is {here}"
+        return f"it is written for Hopper GPUs (compute capability 9.0), and this is {self.described}"
+
+    @property
+    def described(self) -> str:
+        """In a few words, after "this is"."""
+        if self.compute_capability is not None:
+            return "compute capability {}.{}".format(*self.compute_capability)
+        return "a CPU" if self.platform == "cpu" else f"another {self.platform.upper()}"
 
 
 CPU = Target("cpu")
 H200 = Target("gpu", HOPPER, 132)
 """An H100 SXM, too."""
+GPUS = {"a100": Target("gpu", (8, 0), 108), "h100": H200, "h200": H200, "b200": Target("gpu", (10, 0), 148)}
+"""By name."""

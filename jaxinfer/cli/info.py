@@ -1,9 +1,10 @@
-"""`jaxinfer info`: what a checkpoint is and what it needs, read from its header alone."""
+"""`jaxinfer info`: what a checkpoint is and what it needs, read from its header alone; or which kernels run here."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,25 +20,59 @@ FIT_DTYPE = "bfloat16"
 
 
 @click.command(cls=Command)
-@click.argument("path")
+@click.argument("path", required=False)
+@click.option("--kernels", is_flag=True, help="Instead of a checkpoint: which kernels run on this machine, and why.")
+@click.option("--gpu", metavar="NAME", help="With --kernels: on this GPU instead, as h200.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def info(path: str, as_json: bool) -> None:
+def info(path: str | None, kernels: bool, gpu: str | None, as_json: bool) -> None:
     """Describe the checkpoint at PATH (or a Hugging Face id): parameters, bytes, and what fits where.
 
     \b
     Examples:
       jaxinfer info ./Llama-3.1-8B-Instruct
       jaxinfer info "$(jaxinfer fetch-demo)" --json
+      jaxinfer info --kernels
     """
+    if (path is None) != kernels:
+        raise click.UsageError("Name either a PATH or --kernels.")
+    if gpu is not None and not kernels:
+        raise click.UsageError("--gpu goes with --kernels.")
+    report, lines = _kernels(gpu) if path is None else _checkpoint(path)
+    click.echo(json.dumps(report) if as_json else "\n".join(lines))
+
+
+def _checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
     import convert
 
     checkpoint = convert.open_checkpoint(convert.resolve(path))
     report = describe(checkpoint.config)
     report |= {"format": checkpoint.format, "stored_dtype": str(checkpoint.dtype)}
-    if as_json:
-        click.echo(json.dumps(report))
+    return report, _lines(checkpoint.config, report)
+
+
+def _kernels(gpu: str | None) -> tuple[dict[str, Any], list[str]]:
+    """Each operation: the kernel (mosaic) or plain JAX (xla), and the reason."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # asking must not take the memory
+    import jax
+
+    from pallas_kernels import ops, target
+
+    if gpu is None:
+        device = jax.devices()[0]
+        name, kind = device.device_kind, target.Target.of(device)
+    elif gpu in target.GPUS:
+        name, kind = gpu, target.GPUS[gpu]
     else:
-        click.echo("\n".join(_lines(checkpoint.config, report)))
+        raise ValueError(f"{gpu!r} is not a GPU known here; there are: {', '.join(target.GPUS)}")
+    rows = [{"op": op, "obstacle": ops.obstacle(op, kind)} for op in ops.OPS]
+    rows = [row | {"implementation": "mosaic" if row["obstacle"] is None else "xla"} for row in rows]
+    lines = [f"On {name}, {kind.described}:", f"{'operation':<15}{'runs':<8}because"]
+    for row in rows:
+        reason = (
+            f"of the kernel: {row['obstacle']}" if row["obstacle"] else "the kernel runs here; odd shapes go to xla"
+        )
+        lines.append(f"{row['op']:<15}{row['implementation']:<8}{reason}")
+    return {"device": name, "platform": kind.platform, "kernels": rows}, lines
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:
