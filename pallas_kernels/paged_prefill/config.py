@@ -1,0 +1,54 @@
+"""How the kernel of paged_prefill is cut up, by shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROWS = 64
+"""Query rows of a warpgroup: what one matrix instruction takes."""
+CONSUMERS = 2
+"""Warpgroups that compute; one more loads."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tunables of the kernel."""
+
+    heads: int
+    """Query heads of one kv head that share a tile, and so its loads; the rest of ROWS are tokens."""
+    keys: int
+    """Tokens of the cache in a step."""
+    stages: int
+    """Steps that are loaded or in use at once."""
+    share_output: bool
+    """Whether results leave through the queries' memory: less of it, but the next queries wait."""
+    pingpong: bool = True
+    """Whether one warpgroup's softmax runs strictly during the other's products."""
+    consumer_registers: int = 232
+    """A thread; 2 consumers and the producer have 512 together."""
+    producer_registers: int = 40
+    blocks_per_core: int = 1
+    """0: a block for every tile, scheduled by the hardware."""
+
+    @property
+    def rows_tokens(self) -> int:
+        """Tokens of a warpgroup."""
+        return ROWS // self.heads
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile."""
+        return CONSUMERS * self.rows_tokens
+
+
+def tile_heads(q_per_kv: int) -> int:
+    """The largest power of two that divides q_per_kv, at most 16: rows are (token, head), and every row is of use."""
+    return min(q_per_kv & -q_per_kv, 16)
+
+
+def choose(q_per_kv: int, head_dim: int) -> Config:
+    """What an H200 runs fastest, within its 227 KB of shared memory a block."""
+    heads = tile_heads(q_per_kv)
+    if head_dim <= 128:
+        return Config(heads=heads, keys=128, stages=2, share_output=False)
+    return Config(heads=heads, keys=64, stages=2, share_output=head_dim > 192)
