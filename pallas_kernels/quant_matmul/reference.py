@@ -12,10 +12,14 @@ from pallas_kernels.formats import QuantizedArray
 Array = NDArray[np.float32]
 
 
-def half(byte: NDArray[np.uint8], shift: int) -> Array:
-    """Four bits of each byte as a two's complement number."""
-    bits = (byte.astype(np.int32) >> shift) & 15
-    return np.where(bits < 8, bits, bits - 16).astype(np.float32)
+def unpacked(packed: NDArray[np.uint8]) -> Array:
+    """[outputs, inputs / 2] bytes to [outputs, inputs], one input at a time; the order is `formats.pack_int4`'s."""
+    words = np.ascontiguousarray(packed).view("<u4")
+    out = np.empty((len(packed), packed.shape[1] * 2), np.float32)
+    for i in range(out.shape[1]):
+        word, shift = i // 32 * 4 + i % 8 // 2, 16 * (i % 2) + 8 * (i // 16 % 2) + 4 * (i // 8 % 2)
+        out[:, i] = ((words[:, word] >> shift) & 15).astype(np.float32) - 8
+    return out
 
 
 def weight_of(weight: QuantizedArray) -> Array:
@@ -25,25 +29,23 @@ def weight_of(weight: QuantizedArray) -> Array:
         values = np.asarray(weight.values).astype(np.float32)
         return values.reshape(-1, weight.inputs) * scales.reshape(-1, 1)
     assert weight.group_size is not None
-    packed = np.asarray(weight.values).reshape(-1, weight.inputs // 2)
+    values = unpacked(np.asarray(weight.values).reshape(-1, weight.inputs // 2))
     groups, size = weight.inputs // weight.group_size, weight.group_size
     scales = scales.reshape(-1, groups)
     zeros = np.zeros_like(scales) if weight.zeros is None else np.asarray(weight.zeros).astype(np.float32)
-    out = np.empty((len(packed), weight.inputs), np.float32)
+    zeros = zeros.reshape(-1, groups)
     for group in range(groups):
-        stored = packed[:, group * size // 2 : (group + 1) * size // 2]
-        values = np.concatenate([half(stored, 0), half(stored, 4)], axis=1)
-        zero, scale = zeros.reshape(-1, groups)[:, group], scales[:, group]
-        out[:, group * size : (group + 1) * size] = scale[:, None] * (values - zero[:, None])
-    return out
+        inputs = slice(group * size, (group + 1) * size)
+        values[:, inputs] = scales[:, group, None] * (values[:, inputs] - zeros[:, group, None])
+    return values
 
 
 def rounded(x: Array, largest: float, dtype: Any) -> Array:
     """Each row as it reads back from 8 bits with a scale of its own."""
     scales = np.abs(x).max(axis=1, keepdims=True, initial=0.0) / largest
     stored = x / np.where(scales == 0.0, 1.0, scales)
-    read: Array = (np.rint(stored) if dtype == np.int8 else stored).astype(dtype).astype(np.float32)
-    return read * scales
+    read = (np.rint(stored) if dtype == np.int8 else stored).astype(dtype).astype(np.float32)
+    return np.multiply(read, scales, dtype=np.float32)
 
 
 def quant_matmul(x: Array, weight: QuantizedArray, activations: str | None = None) -> Array:
