@@ -43,11 +43,13 @@ def test_python_blocks_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
-    for number, block in enumerate(markdown.blocks(path, "python")):
+    blocks = markdown.blocks(path, "python")
+    for number, block in enumerate(blocks):
         source = block.replace(PLACEHOLDER, f"model={str(model)!r}, warm_up=False, progress=False")
         exec(compile(source, f"{path.name} block {number}", "exec"), namespace)
     printed = capsys.readouterr().out
-    assert re.search(r"word\d+", printed), "the blocks print what the model wrote"
+    if any(PLACEHOLDER in block for block in blocks):
+        assert re.search(r"word\d+", printed), "the blocks print what the model wrote"
 
 
 def test_the_readme_has_python_to_run() -> None:

@@ -160,7 +160,9 @@ def test_in_place_arguments_are_passed_on():
         pools.append([float(call(i)[1][0, 0]) for i in range(4)])
         return [1.0]
 
-    assert measured(case, collect).right
+    compiled = stages.compile_here([case], None, "h200")
+    assert compiled[case.full_name, "ours"].memory_analysis().alias_size_in_bytes == 32, "the pool is donated"
+    assert measure.measure(case, compiled, collect).right
     assert pools == [[1.0, 1.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]], "two turns each"
 
 
