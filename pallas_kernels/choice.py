@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -14,6 +18,29 @@ type Implementation = Literal["mosaic", "xla"] | None
 """By name, or None: the kernel (`mosaic`) where it can run and wins, else plain JAX (`xla`)."""
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What runs, and why not the kernel."""
+
+    op: str
+    implementation: Literal["mosaic", "xla"]
+    obstacle: str | None
+
+
+_recorder: contextvars.ContextVar[list[Decision] | None] = contextvars.ContextVar("recorder", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Decision]]:
+    """The decisions made inside, in order. They are made while a program is traced, so a traced one makes none."""
+    decisions: list[Decision] = []
+    token = _recorder.set(decisions)
+    try:
+        yield decisions
+    finally:
+        _recorder.reset(token)
+
+
 def resolve(op: str, implementation: Implementation, obstacle: str | None) -> Literal["mosaic", "xla"]:
     """The implementation to run. obstacle: why the kernel cannot run, or does not win, with these arguments here.
 
@@ -21,14 +48,15 @@ def resolve(op: str, implementation: Implementation, obstacle: str | None) -> Li
     """
     if implementation not in (None, "mosaic", "xla"):
         raise ValueError(f"{op} has no implementation {implementation!r}; it has: mosaic, xla")
-    if implementation == "xla":
-        return "xla"
-    if obstacle is None:
-        return "mosaic"
-    if implementation == "mosaic":
+    if implementation == "mosaic" and obstacle is not None:
         raise ValueError(f"the kernel of {op} cannot run: {obstacle}; use implementation='xla', or None to choose")
-    _log_once(op, obstacle)
-    return "xla"
+    chosen: Literal["mosaic", "xla"] = "xla" if implementation == "xla" or obstacle is not None else "mosaic"
+    decisions = _recorder.get()
+    if decisions is not None:
+        decisions.append(Decision(op, chosen, obstacle))
+    elif implementation is None and obstacle is not None:
+        _log_once(op, obstacle)
+    return chosen
 
 
 @functools.cache

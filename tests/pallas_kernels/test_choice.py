@@ -58,6 +58,21 @@ def test_what_was_wanted_is_not_logged(caplog, implementation, obstacle):
     assert caplog.messages == []
 
 
+def test_decisions_are_recorded(caplog):
+    caplog.set_level(logging.INFO, "pallas_kernels")
+    with choice.recorded() as made:
+        choice.resolve("op", None, "too small")
+        choice.resolve("other", None, None)
+        choice.resolve("op", "xla", None)
+    choice.resolve("later", None, None)
+    assert made == [
+        choice.Decision("op", "xla", "too small"),
+        choice.Decision("other", "mosaic", None),
+        choice.Decision("op", "xla", None),
+    ]
+    assert caplog.messages == [], "recording is asking, not running"
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (None, 3), (None, None)])
 def test_a_shape_that_fits(shape):
     choice.check_shape("x", jnp.zeros((2, 3)), shape)
