@@ -84,21 +84,23 @@ class KVPages:
         k_scales = None if self.k_scales is None else self.k_scales[page_ids, heads]
         v_scales = None if self.v_scales is None else self.v_scales[page_ids, heads]
         shape = (*k.shape[:-3], -1, self.head_dim)
-        return dequantize_tokens(k, k_scales, dtype).reshape(shape), dequantize_tokens(v, v_scales, dtype).reshape(
-            shape
-        )
+        k, v = dequantize_tokens(k, k_scales, dtype), dequantize_tokens(v, v_scales, dtype)
+        return k.reshape(shape), v.reshape(shape)
 
 
 def abstract_pages(num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any, **options: Any) -> KVPages:
     """The shapes of a pool. dtype: a float dtype, int8 or float8_e4m3fn; options: to ShapeDtypeStruct (sharding)."""
+
+    def array(shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, **options)
+
     dtype = jnp.dtype(dtype)
-    array = functools.partial(jax.ShapeDtypeStruct, **options)
     rows = (num_pages, kv_heads, page_size, head_dim)
     if dtype.name not in LARGEST:
-        return KVPages(array(rows, dtype), array(rows, dtype))  # type: ignore[arg-type]
+        return KVPages(array(rows, dtype), array(rows, dtype))
     scales = array(rows[:3], jnp.float32)
     values = array((num_pages, kv_heads, head_dim, page_size), dtype)
-    return KVPages(array(rows, dtype), values, scales, scales, v_transposed=True)  # type: ignore[arg-type]
+    return KVPages(array(rows, dtype), values, scales, scales, v_transposed=True)
 
 
 def quantize_tokens(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
