@@ -116,7 +116,7 @@ def decode_rows(
                         b = plgpu.load(bias_g[0].at[expert, at], layout=WG.reduce(1), optimized=False)
                         b = lax.broadcast_in_dim(b.astype(jnp.float32), (LANES, tile), (0,))
                         sums[piece] = sums[piece] + b
-                out = sums[0] if activation is None else activate(activation, *sums, erf=erf)
+                out = sums[0] if activation is None else activate(activation, sums[0], sums[1], erf=erf)
                 rows = pl.ds(pl.multiple_of(row * tile, tile), tile)
                 out_ref = out_g.at[split, rows, pl.ds(pl.multiple_of(first, LANES), LANES)]
                 out_ref.transpose((1, 0))[...] = plgpu.layout_cast(out.astype(out_g.dtype), WG_T)

@@ -124,7 +124,7 @@ def prefill_rows(
                                 ref = bias_g[0].at[expert, pl.ds(col, CHUNK)]
                                 b = plgpu.load(ref, layout=WG.reduce(0), optimized=False).astype(jnp.float32)
                                 parts[p] = parts[p] + lax.broadcast_in_dim(b, (ROWS, CHUNK), (1,))
-                        out = parts[0] if activation is None else activate(activation, *parts, erf=erf)
+                        out = parts[0] if activation is None else activate(activation, parts[0], parts[1], erf=erf)
                         half = c % 2 if chunks % 2 == 0 else lax.rem(turn + c, 2)
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store from this half, two chunks ago
                         out_s.at[half][...] = out.astype(dtype)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-PAIRWISE = 512
-"""Up to so many choices, comparing every two is faster than sorting them."""
+CHUNK = 256
+"""Choices of which every two are compared."""
 
 
 @functools.partial(
@@ -50,8 +50,7 @@ def most_tiles(choices: int, num_experts: int, tile: int) -> int:
 def plan(experts: jax.Array, num_experts: int, tile: int) -> Plan:
     """experts: [choices] i32, the expert of each; anything outside 0..num_experts - 1 is none."""
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts)
-    counts = jnp.sum(experts[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
-    return _lay_out(experts, _ranks(experts, counts), counts, tile)
+    return _lay_out(experts, *_ranks(experts, num_experts), tile)
 
 
 def plan_sorted(group_sizes: jax.Array, rows: int, tile: int) -> Plan:
@@ -62,17 +61,20 @@ def plan_sorted(group_sizes: jax.Array, rows: int, tile: int) -> Plan:
     return _lay_out(experts, row - starts[experts], group_sizes.astype(jnp.int32), tile)
 
 
-def _ranks(experts: jax.Array, counts: jax.Array) -> jax.Array:
-    """How many earlier choices have the same expert: [choices] i32."""
-    choice = jnp.arange(experts.shape[0])
-    if experts.shape[0] <= PAIRWISE:
-        same = (experts[:, None] == experts) & (choice[:, None] > choice)
-        return jnp.sum(same, axis=1, dtype=jnp.int32)
-    order = jnp.argsort(experts, stable=True)
-    ends = jnp.cumsum(counts)
-    starts = jnp.append(ends - counts, ends[-1])
-    ranks = choice - starts[experts[order]]
-    return jnp.zeros_like(experts).at[order].set(ranks.astype(jnp.int32), unique_indices=True)
+def _ranks(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """How many earlier choices have the same expert: [choices] i32; and how many each has in all: [experts] i32.
+
+    Without sorting, which takes a GPU a dozen kernels: choices are compared within chunks, and chunks are counted.
+    """
+    choices = experts.shape[0]
+    chunk = min(CHUNK, choices)
+    chunks = jnp.pad(experts, (0, -choices % chunk), constant_values=num_experts).reshape(-1, chunk)
+    earlier = jnp.arange(chunk)[:, None] > jnp.arange(chunk)
+    within = jnp.sum((chunks[:, :, None] == chunks[:, None, :]) & earlier, axis=2, dtype=jnp.int32)
+    counts = jnp.sum(chunks[:, None, :] == jnp.arange(num_experts)[:, None], axis=2, dtype=jnp.int32)
+    before = jnp.cumsum(counts, axis=0) - counts
+    ranks = within + jnp.take_along_axis(before, jnp.minimum(chunks, num_experts - 1), axis=1)
+    return ranks.reshape(-1)[:choices], jnp.sum(counts, axis=0, dtype=jnp.int32)
 
 
 def _lay_out(experts: jax.Array, ranks: jax.Array, counts: jax.Array, tile: int) -> Plan:
