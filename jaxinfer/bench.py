@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxinfer import parameters
 from jaxinfer.config import ModelConfig
 from jaxinfer.sampling_params import SamplingParams
 
@@ -81,7 +80,7 @@ def measure_latency(
         first.append(_first(last) - start)
         step.append(_decode_time(last) / (output_len - 1))
         total.append(max(_finished(m) for m in metrics) - start)
-    step_s, weights = statistics.median(step), llm.weight_bytes * _read_share(llm.config) / 1e9
+    step_s, weights = statistics.median(step), _bytes_read(llm) / 1e9
     return Latency(
         batch_size=batch_size,
         input_len=input_len,
@@ -157,11 +156,11 @@ def _around(rng: random.Random, mean: int) -> int:
     return rng.randint(max(2, mean - mean // 2), mean + mean // 2)
 
 
-def _read_share(config: ModelConfig) -> float:
-    """Share of the weights that a decode step reads: an embedding that is not also the head gives only a few rows."""
-    if config.tied_head:
-        return 1.0
-    return 1.0 - config.vocab_rows * config.hidden_size / parameters.count(config)
+def _bytes_read(llm: LLM) -> int:
+    """Bytes of weights that a decode step reads: an embedding that is not also the head gives only a few rows."""
+    if llm.config.tied_head:
+        return llm.weight_bytes
+    return llm.weight_bytes - llm.config.vocab_rows * llm.config.hidden_size * llm.dtype.itemsize
 
 
 def _first(metrics: RequestMetrics) -> float:

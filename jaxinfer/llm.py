@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import convert
 from jaxinfer import compilation, memory, startup, weights
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
 from jaxinfer.engine.output import OutputBuilder
 from jaxinfer.engine.request import Request
 from jaxinfer.outputs import RequestOutput, TextDelta
@@ -35,6 +35,7 @@ class LLM:
         weights.
     dtype: of weights, activations and, by default, cache: float32, bfloat16, float16, or auto: float32 on CPU, else
         bfloat16.
+    quantization: store the projections in int8, fp8 or int4, made while loading; None: as the checkpoint stores them.
     tensor_parallel_size: devices that share each layer. mesh: in its place, one with axes data, pipe, expert, tensor.
     max_model_len: longest sequence, prompt and output; the model's own limit by default.
     max_num_seqs, max_num_batched_tokens: sequences that run at once, and tokens that one step takes.
@@ -55,6 +56,7 @@ class LLM:
         model: str | ModelConfig,
         *,
         dtype: str = "auto",
+        quantization: str | None = None,
         tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
@@ -73,6 +75,7 @@ class LLM:
         cache = CacheConfig(page_size, num_pages, memory_fraction, dtype=kv_cache_dtype)  # type: ignore[arg-type]
         memory.reserve(memory_fraction)
         compilation.enable_cache()
+        wanted = None if quantization is None else Quantization(quantization)  # type: ignore[arg-type]
         source = model if isinstance(model, ModelConfig) else convert.open_checkpoint(convert.resolve(model))
         self.config: ModelConfig = source if isinstance(source, ModelConfig) else source.config
         self.mesh = _mesh(tensor_parallel_size, mesh)
@@ -87,9 +90,10 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         if not (skip_tokenizer_init or isinstance(source, ModelConfig)):
             self.tokenizer = Tokenizer.load(source.path)
-        loaded = startup.load_model(source, self.mesh, dtype, seed, progress)
+        loaded = startup.load_model(source, self.mesh, dtype, wanted, seed, progress)
         self.weight_bytes = weights.size_in_bytes(loaded.weights)
         self.dtype = loaded.dtype
+        self.quantization = loaded.quantization
         self.engine = startup.build_engine(loaded, self.mesh, self.engine_config, self.tokenizer, warm_up, progress)
         self._progress = progress
         self._seeds = random.Random(seed)

@@ -46,22 +46,29 @@ class Parameter:
 def declare(config: ModelConfig) -> Tree:
     """All weights of `config` as a nested dict of Parameter."""
     c, norm = config, {"scale": Parameter((config.hidden_size,), ("embed",), "ones")}
+    layer = {
+        "attention_norm": norm,
+        "attention": attention_parameters(c),
+        "mlp_norm": norm,
+        "mlp": mlp_parameters(c),
+    }
     tree: Tree = {
         "embed": {"weight": Parameter((c.vocab_rows, c.hidden_size), ("vocab", "embed"), fan_in=c.hidden_size)},
-        "layers": {
-            layer: {"attention_norm": norm, "attention": _attention(c), "mlp_norm": norm, "mlp": _mlp(c)}
-            for layer in range(c.num_layers)
-        },
+        "layers": dict.fromkeys(range(c.num_layers), layer),
         "final_norm": norm,
     }
     if not c.tied_head:
-        shape = (c.hidden_size, c.vocab_rows)
-        tree["head"] = {"weight": Parameter(shape, ("embed", "vocab"), fan_in=c.hidden_size, contract=1)}
+        tree["head"] = {"weight": head_parameter(c)}
     return tree
 
 
-def _attention(c: ModelConfig) -> Tree:
-    """qkv holds, per kv head, its query heads, then its key, then its value: a shard by kv head is a plain slice."""
+def head_parameter(c: ModelConfig) -> Parameter:
+    """Of an untied model."""
+    return Parameter((c.hidden_size, c.vocab_rows), ("embed", "vocab"), fan_in=c.hidden_size, contract=1)
+
+
+def attention_parameters(c: ModelConfig) -> Tree:
+    """Of one layer. qkv holds, per kv head, its query heads, then its key, then its value: a shard is a plain slice."""
     heads = (c.num_kv_heads, c.q_per_kv + 2, c.head_dim)
     tree: Tree = {
         "qkv": Parameter(
@@ -84,7 +91,8 @@ def _attention(c: ModelConfig) -> Tree:
     return tree
 
 
-def _mlp(c: ModelConfig) -> Tree:
+def mlp_parameters(c: ModelConfig) -> Tree:
+    """Of one layer."""
     tree: Tree = {
         "gate_up": Parameter((c.hidden_size, 2, c.mlp_size), ("embed", None, "mlp"), fan_in=c.hidden_size, contract=1),
         "down": Parameter((c.mlp_size, c.hidden_size), ("mlp", "embed"), fan_in=c.mlp_size, contract=1),

@@ -12,12 +12,12 @@ from jax.sharding import Mesh
 
 import convert
 from jaxinfer import compilation, memory, weights
-from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.config import EngineConfig, ModelConfig, Quantization
 from jaxinfer.engine import cache
 from jaxinfer.engine.batch import BatchBuilder, BatchShape, data_dependent
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.step import AbstractState, State, StepRunner
-from jaxinfer.parameters import Tree, for_tensor_parallel
+from jaxinfer.parameters import Tree, for_tensor_parallel, resolve
 from jaxinfer.tokenizer import Tokenizer
 from meshes import sharding
 
@@ -32,19 +32,42 @@ class LoadedModel:
     """As laid out for the mesh."""
     weights: Tree
     dtype: jnp.dtype
+    quantization: Quantization | None
+    """Of the projections, by whatever made it."""
 
 
 def load_model(
-    source: convert.Checkpoint | ModelConfig, mesh: Mesh, dtype: str, seed: int, progress: bool
+    source: convert.Checkpoint | ModelConfig,
+    mesh: Mesh,
+    dtype: str,
+    quantization: Quantization | None,
+    seed: int,
+    progress: bool,
 ) -> LoadedModel:
-    """source: an open checkpoint, or a ModelConfig for random weights."""
+    """source: an open checkpoint, or a ModelConfig for random weights; quantization: what is asked for."""
     config = source if isinstance(source, ModelConfig) else source.config
     physical = for_tensor_parallel(config, mesh.shape["tensor"])
     resolved = weights.resolve_dtype(dtype, mesh.devices.flat[0].platform)
+    quantization = _quantization(source, quantization)
     if isinstance(source, ModelConfig):
-        return LoadedModel(physical, weights.random_weights(physical, resolved, mesh, seed), resolved)
-    abstract = weights.abstract_weights(physical, resolved, mesh)
-    return LoadedModel(physical, convert.load(source, abstract, physical, progress=progress), resolved)
+        loaded = weights.random_weights(physical, resolved, mesh, seed, quantization)
+    else:
+        abstract = weights.abstract_weights(physical, resolved, mesh, quantization)
+        loaded = convert.load(source, abstract, physical, progress=progress)
+    return LoadedModel(physical, loaded, resolved, quantization)
+
+
+def _quantization(source: convert.Checkpoint | ModelConfig, wanted: Quantization | None) -> Quantization | None:
+    """As the checkpoint stores its projections, or else as asked for, with a group size."""
+    if isinstance(source, ModelConfig):
+        return resolve(source, wanted)
+    stored = source.quantization
+    if stored is not None and wanted is not None and wanted.format != stored.format:
+        raise ValueError(
+            f"{source.path} is quantized to {stored.format} already, and quantization is {wanted.format!r}; leave "
+            "quantization out, or load the checkpoint it was made from"
+        )
+    return resolve(source.config, wanted) if stored is None else stored
 
 
 def build_engine(

@@ -16,6 +16,7 @@ INTERRUPTED = 130
 """Exit status of a command ended by Ctrl-C: 128 + SIGINT."""
 
 DTYPES = click.Choice(["auto", "float32", "bfloat16", "float16"])
+WEIGHTS = click.Choice(["int8", "int4", "fp8"])
 CACHE_DTYPES = click.Choice(["auto", "int8", "fp8"])
 
 type Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -65,6 +66,7 @@ memory_options = options(
     click.option(
         "--dtype", type=DTYPES, default="auto", help="Of weights and activations; auto: float32 on CPU, else bf16."
     ),
+    click.option("--quantization", type=WEIGHTS, help="Of the projections, while loading.  [default: as stored]"),
     click.option("--tensor-parallel-size", type=int, default=1, help="Devices that share every layer."),
     click.option("--max-model-len", type=int, help="Longest prompt and output in tokens.  [default: the model's]"),
     click.option("--max-num-seqs", type=int, default=64, help="Sequences that run at once."),

@@ -46,12 +46,17 @@ def _checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
 
     checkpoint = convert.open_checkpoint(convert.resolve(path))
     report = describe(checkpoint.config)
-    report |= {"format": checkpoint.format, "stored_dtype": str(checkpoint.dtype)}
+    quantization = checkpoint.quantization
+    report |= {
+        "format": checkpoint.format,
+        "stored_dtype": str(checkpoint.dtype),
+        "quantization": None if quantization is None else dataclasses.asdict(quantization),
+    }
     return report, _lines(checkpoint.config, report)
 
 
 def _kernels(gpu: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Each operation: the kernel (mosaic) or plain JAX (xla), and the reason."""
+    """Each operation in the shapes of Llama-3-8B: the kernel (mosaic) or plain JAX (xla), and why not the kernel."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # asking must not take the memory
     import jax
 
@@ -64,14 +69,12 @@ def _kernels(gpu: str | None) -> tuple[dict[str, Any], list[str]]:
         name, kind = gpu, target.GPUS[gpu]
     else:
         raise ValueError(f"{gpu!r} is not a GPU known here; there are: {', '.join(target.GPUS)}")
-    rows = [{"op": op, "obstacle": ops.obstacle(op, kind)} for op in ops.OPS]
-    rows = [row | {"implementation": "mosaic" if row["obstacle"] is None else "xla"} for row in rows]
-    lines = [f"On {name}, {kind.described}:", f"{'operation':<15}{'runs':<8}because"]
-    for row in rows:
-        reason = (
-            f"of the kernel: {row['obstacle']}" if row["obstacle"] else "the kernel runs here; odd shapes go to xla"
-        )
-        lines.append(f"{row['op']:<15}{row['implementation']:<8}{reason}")
+    rows = [{"shapes": shapes, **dataclasses.asdict(made)} for shapes, made in ops.decisions(kind)]
+    lines = [f"On {name}, {kind.described}, with a layer of Llama-3-8B:"]
+    lines.append(f"{'operation':<15}{'of':<27}{'runs':<8}why not the kernel (mosaic)")
+    lines += [
+        f"{row['op']:<15}{row['shapes']:<27}{row['implementation']:<8}{row['obstacle'] or ''}".rstrip() for row in rows
+    ]
     return {"device": name, "platform": kind.platform, "kernels": rows}, lines
 
 
@@ -101,7 +104,7 @@ def _lines(config: ModelConfig, report: dict[str, Any]) -> list[str]:
     windowed = [window for window in c.windows if window is not None]
     weights, cache = report["weight_bytes"], report["kv_bytes_per_token"]
     lines = [
-        f"architecture    {c.family}, stored as {report['format']} in {report['stored_dtype']}",
+        f"architecture    {c.family}, stored as {report['format']} in {_stored(report)}",
         f"layers          {c.num_layers}, hidden {c.hidden_size}, MLP {c.mlp_size}",
         f"heads           {c.num_heads} query, {c.num_kv_heads} key/value, of {c.head_dim}",
         f"vocabulary      {c.vocab_size}{', the head tied to the embedding' if c.tied_head else ''}",
@@ -118,6 +121,14 @@ def _lines(config: ModelConfig, report: dict[str, Any]) -> list[str]:
         f"Tokens of cache beside the weights, {FIT_DTYPE}, at the default memory fraction:",
     ]
     return lines + _table(report["fits"])
+
+
+def _stored(report: dict[str, Any]) -> str:
+    quantization = report["quantization"]
+    if quantization is None:
+        return str(report["stored_dtype"])
+    groups = f", groups of {quantization['group_size']}" if quantization["group_size"] else ""
+    return f"{report['stored_dtype']}, projections in {quantization['format']}{groups}"
 
 
 def _table(fits: list[dict[str, Any]]) -> list[str]:

@@ -120,7 +120,7 @@ def step(
     tokens = jnp.where(arrays["tokens"] == UNREAD, last_ids, arrays["tokens"])
     inputs = attention_inputs(arrays, shape, sequence, config, state.cache, target)
     hidden, cache = decoder(tokens, state.cache, inputs)
-    logits = decoder.logits(hidden[arrays["logit_rows"]])  # [rows, vocab]
+    logits = decoder.logits(hidden[arrays["logit_rows"]], target)  # [rows, vocab]
 
     ids = sampler.sample(logits[arrays["sample_rows"]] if shape.scored else logits, sampling_inputs(arrays, shape))
     kept = jnp.where(arrays["samples"] > 0, arrays["slots"], state.last_ids.shape[0])

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.layers import RMSNorm, linear, value
-from jaxinfer.parameters import Tree
+from jaxinfer.parameters import Tree, attention_parameters
+from jaxinfer.weights import partition_specs
 from meshes import partition_spec
 from pallas_kernels.cache_append import cache_append
 from pallas_kernels.kv_pages import KVPages
@@ -53,35 +54,56 @@ class Attention(nnx.Module):
     """qkv projection, RoPE, append to the cache, attend over it, output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Tree, mesh: Mesh):
-        self.scale = config.head_dim**-0.5
+        self.config = config
         self.window = config.window(layer)
         self.mesh = mesh
         self.qkv = nnx.Param(weights["qkv"])
         self.out = nnx.Param(weights["out"])
         self.qkv_bias = nnx.Param(weights["qkv_bias"]) if config.qkv_bias else None
         self.out_bias = nnx.Param(weights["out_bias"]) if config.out_bias else None
-        self.norm_eps = config.norm_eps
         self.q_norm = RMSNorm(config.norm_eps, weights["q_norm"]) if config.qk_norm else None
         self.k_norm = RMSNorm(config.norm_eps, weights["k_norm"]) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array, cache: KVPages, inputs: AttentionInputs) -> tuple[jax.Array, KVPages]:
-        """x: [tokens, embed]; returns the same shape, and the cache with these tokens in it."""
-        qkv = linear(x, self.qkv[...], value(self.qkv_bias))  # [tokens, kv_heads, q_per_kv + 2, head_dim]
-        out, cache = self._attend(qkv, cache, inputs)
-        return linear(out, self.out[...], value(self.out_bias), contract=3), cache
+    def __call__(
+        self, x: jax.Array, residual: jax.Array, cache: KVPages, inputs: AttentionInputs
+    ) -> tuple[jax.Array, KVPages]:
+        """residual + attention(x), both [tokens, embed], and the cache with these tokens in it.
 
-    def _attend(self, qkv: jax.Array, cache: KVPages, inputs: AttentionInputs) -> tuple[jax.Array, KVPages]:
-        """Each shard appends and attends for its own kv heads; nothing is communicated."""
-        heads, pages, whole = (partition_spec(axes) for axes in ((None, "kv_heads"), ("pages", "kv_heads"), ()))
+        Each shard projects, appends and attends for its own kv heads; one all-reduce.
+        """
+        parameters = attention_parameters(self.config)
+        weights: Tree = {name: value(getattr(self, name)) for name in parameters if not name.endswith("_norm")}
+        if self.q_norm is not None and self.k_norm is not None:
+            weights |= {"q_norm": {"scale": value(self.q_norm.scale)}, "k_norm": {"scale": value(self.k_norm.scale)}}
+        pages, whole = partition_spec(("pages", "kv_heads")), partition_spec(())
         shard = jax.shard_map(
-            functools.partial(_append_and_attend, scale=self.scale, window=self.window, norm_eps=self.norm_eps),
+            functools.partial(_attention, config=self.config, window=self.window, shards=self.mesh.shape["tensor"]),
             mesh=self.mesh,
-            in_specs=(heads, whole, whole, pages, whole),
-            out_specs=(heads, pages),
+            in_specs=(whole, whole, jax.tree.map(partition_specs, parameters, weights), pages, whole),
+            out_specs=(whole, pages),
             check_vma=False,
         )
-        q_norm, k_norm = (None if norm is None else norm.scale[...] for norm in (self.q_norm, self.k_norm))
-        return shard(qkv, q_norm, k_norm, cache, inputs)
+        return shard(x, residual, weights, cache, inputs)
+
+
+def _attention(
+    x: jax.Array,
+    residual: jax.Array,
+    weights: Tree,
+    cache: KVPages,
+    inputs: AttentionInputs,
+    *,
+    config: ModelConfig,
+    window: int | None,
+    shards: int,
+) -> tuple[jax.Array, KVPages]:
+    qkv = linear(x, weights["qkv"], weights.get("qkv_bias"), target=inputs.target)
+    q_norm, k_norm = (weights[name]["scale"] if name in weights else None for name in ("q_norm", "k_norm"))
+    out, cache = _append_and_attend(qkv, q_norm, k_norm, cache, inputs, config=config, window=window)
+    out = linear(out, weights["out"], contract=3, target=inputs.target)
+    if shards > 1:
+        out = jax.lax.psum(out, "tensor")
+    return residual + (out + weights["out_bias"] if "out_bias" in weights else out), cache
 
 
 def _append_and_attend(
@@ -91,14 +113,16 @@ def _append_and_attend(
     cache: KVPages,
     inputs: AttentionInputs,
     *,
-    scale: float,
+    config: ModelConfig,
     window: int | None,
-    norm_eps: float,
 ) -> tuple[jax.Array, KVPages]:
-    """Append first: attending to the old pages after the write would copy the pool."""
-    options: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps, "target": inputs.target}
+    """qkv: [tokens, kv_heads, q_per_kv + 2, head_dim], of this shard. Returns [tokens, kv_heads, q_per_kv, head_dim].
+
+    Append first: attending to the old pages after the write would copy the pool.
+    """
+    options: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": config.norm_eps, "target": inputs.target}
     q, cache = cache_append(qkv, inputs.cos, inputs.sin, cache, inputs.page_ids, inputs.offsets, **options)
-    options = {"scale": scale, "window": window, "target": inputs.target}
+    options = {"scale": config.head_dim**-0.5, "window": window, "target": inputs.target}
     if inputs.decode:
         out = paged_decode(q, cache, inputs.block_tables, inputs.lengths, **options)
     else:

@@ -15,23 +15,22 @@ from jaxinfer.models.layers import Embedding, GatedMlp, Head, RMSNorm
 from jaxinfer.parameters import Tree
 from meshes import sharding
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.target import Target
 
 
 class DecoderLayer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Tree, mesh: Mesh):
-        self.replicated = sharding(mesh)
         self.attention_norm = RMSNorm(config.norm_eps, weights["attention_norm"])
         self.attention = Attention(config, layer, weights["attention"], mesh)
         self.mlp_norm = RMSNorm(config.norm_eps, weights["mlp_norm"])
-        self.mlp = GatedMlp(config, weights["mlp"])
+        self.mlp = GatedMlp(config, weights["mlp"], mesh)
 
     def __call__(self, x: jax.Array, cache: KVPages, inputs: AttentionInputs) -> tuple[jax.Array, KVPages]:
         """x: [tokens, embed]. Under tensor parallelism each half ends in one all-reduce: x is whole on every device."""
-        attended, cache = self.attention(self.attention_norm(x), cache, inputs)
-        x = x + jax.lax.with_sharding_constraint(attended, self.replicated)
-        return x + jax.lax.with_sharding_constraint(self.mlp(self.mlp_norm(x)), self.replicated), cache
+        x, cache = self.attention(self.attention_norm(x), x, cache, inputs)
+        return self.mlp(self.mlp_norm(x), x, inputs.target), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -51,7 +50,7 @@ class Decoder(nnx.Module):
         self.embed = Embedding(weights["embed"])
         self.layers = nnx.List([DecoderLayer(config, i, weights["layers"][i], mesh) for i in range(config.num_layers)])
         self.final_norm = RMSNorm(config.norm_eps, weights["final_norm"])
-        self.head = None if config.tied_head else Head(weights["head"])
+        self.head = None if config.tied_head else Head(config, weights["head"], mesh)
         self.vocab_size = config.vocab_size
 
     def __call__(
@@ -65,10 +64,10 @@ class Decoder(nnx.Module):
             new_cache.append(layer_cache)
         return x, new_cache
 
-    def logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array, target: Target) -> jax.Array:
         """x: [rows, embed], rows of `__call__`'s result; returns [rows, vocab_size] float32, padding rows left out."""
         x = self.final_norm(x)
-        logits = self.embed.logits(x) if self.head is None else self.head.logits(x)
+        logits = self.embed.logits(x) if self.head is None else self.head.logits(x, target)
         # Said in two steps, or the compiler gathers the head's weights rather than the logits.
         logits = jax.lax.with_sharding_constraint(logits, self.by_vocab)
         return jax.lax.with_sharding_constraint(logits, self.replicated)[:, : self.vocab_size]

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.parameters import Tree
+from jaxinfer.parameters import Tree, head_parameter, mlp_parameters
+from jaxinfer.weights import partition_specs
+from meshes import partition_spec
+from pallas_kernels.formats import QuantizedArray
+from pallas_kernels.fused_mlp import down, gate_up
+from pallas_kernels.quant_matmul import quant_matmul
+from pallas_kernels.target import Target
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-}
+type Weight = jax.Array | QuantizedArray
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, *, contract: int = 1) -> jax.Array:
+def linear(
+    x: jax.Array, weight: Weight, bias: jax.Array | None = None, *, contract: int = 1, target: Target
+) -> jax.Array:
     """The last `contract` dimensions of x against the first of weight: [tokens, *inputs] · [*inputs, *outputs].
 
-    Every projection goes through here. float32 stays float32 on hardware that would rather round it to TF32.
+    Every projection goes through here, or through `fused_mlp`. A quantized weight is one of [inputs, *outputs], and
+    must be this device's own part of it: within shard_map. float32 stays float32 on hardware that would rather round it
+    to TF32.
     """
-    inputs = math.prod(weight.shape[:contract])
-    x, flat = x.reshape(-1, inputs), weight.reshape(inputs, *weight.shape[contract:])
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = jax.lax.dot_general(x, flat, (((1,), (0,)), ((), ())), precision=precision)
+    if isinstance(weight, QuantizedArray):
+        out = quant_matmul(x.reshape(-1, weight.inputs), weight, target=target)
+    else:
+        inputs = math.prod(weight.shape[:contract])
+        x, flat = x.reshape(-1, inputs), weight.reshape(inputs, *weight.shape[contract:])
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        out = jax.lax.dot_general(x, flat, (((1,), (0,)), ((), ())), precision=precision)
     return out if bias is None else out + bias
 
 
@@ -49,17 +58,40 @@ class RMSNorm(nnx.Module):
 class GatedMlp(nnx.Module):
     """down(activation(gate(x)) · up(x)); gate and up are one projection."""
 
-    def __init__(self, config: ModelConfig, weights: Tree):
-        self.activation = config.activation
+    def __init__(self, config: ModelConfig, weights: Tree, mesh: Mesh):
+        self.config = config
+        self.mesh = mesh
         self.gate_up = nnx.Param(weights["gate_up"])
         self.down = nnx.Param(weights["down"])
         self.gate_up_bias = nnx.Param(weights["gate_up_bias"]) if config.mlp_bias else None
         self.down_bias = nnx.Param(weights["down_bias"]) if config.mlp_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate_up = linear(x, self.gate_up[...], value(self.gate_up_bias))  # [tokens, 2, mlp]
-        hidden = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
-        return linear(hidden, self.down[...], value(self.down_bias))
+    def __call__(self, x: jax.Array, residual: jax.Array, target: Target) -> jax.Array:
+        """residual + mlp(x), both [tokens, embed]. Each shard computes its part of the hidden layer; one all-reduce."""
+        parameters = mlp_parameters(self.config)
+        weights = {name: value(getattr(self, name)) for name in parameters}
+        whole = partition_spec(())
+        part = functools.partial(
+            _mlp, activation=self.config.activation, shards=self.mesh.shape["tensor"], target=target
+        )
+        shard = jax.shard_map(
+            part,
+            mesh=self.mesh,
+            in_specs=(whole, whole, jax.tree.map(partition_specs, parameters, weights)),
+            out_specs=whole,
+            check_vma=False,
+        )
+        return shard(x, residual, weights)
+
+
+def _mlp(
+    x: jax.Array, residual: jax.Array, weights: dict[str, Any], *, activation: Any, shards: int, target: Target
+) -> jax.Array:
+    hidden = gate_up(x, weights["gate_up"], weights.get("gate_up_bias"), activation=activation, target=target)
+    if shards == 1:
+        return down(hidden, weights["down"], residual, weights.get("down_bias"), target=target)
+    out = residual + jax.lax.psum(down(hidden, weights["down"], target=target), "tensor")
+    return out + weights["down_bias"] if "down_bias" in weights else out
 
 
 class Embedding(nnx.Module):
@@ -82,12 +114,24 @@ class Embedding(nnx.Module):
 class Head(nnx.Module):
     """The output projection of an untied model: [embed, vocab]."""
 
-    def __init__(self, weights: Tree):
+    def __init__(self, config: ModelConfig, weights: Tree, mesh: Mesh):
+        self.config = config
+        self.mesh = mesh
         self.weight = nnx.Param(weights["weight"])
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """x: [rows, embed]; returns [rows, vocab] float32."""
-        return _logits(x, self.weight[...], vocab_axis=1)
+    def logits(self, x: jax.Array, target: Target) -> jax.Array:
+        """x: [rows, embed]; returns [rows, vocab] float32, each shard with its part of the vocabulary."""
+        weight = value(self.weight)
+        if not isinstance(weight, QuantizedArray):
+            return _logits(x, weight, vocab_axis=1)
+        shard = jax.shard_map(
+            functools.partial(quant_matmul, out_dtype=jnp.float32, target=target),
+            mesh=self.mesh,
+            in_specs=(partition_spec(()), partition_specs(head_parameter(self.config), weight)),
+            out_specs=partition_spec((None, "vocab")),
+            check_vma=False,
+        )
+        return shard(x, weight)
 
 
 def _logits(x: jax.Array, table: jax.Array, vocab_axis: int) -> jax.Array:
@@ -96,6 +140,6 @@ def _logits(x: jax.Array, table: jax.Array, vocab_axis: int) -> jax.Array:
     return jax.lax.dot_general(x, table, contract, precision=precision, preferred_element_type=jnp.float32)
 
 
-def value(parameter: nnx.Param | None) -> jax.Array | None:
-    """The array of a parameter that some models lack."""
-    return None if parameter is None else parameter[...]
+def value(parameter: nnx.Param | None) -> Any:
+    """The array, or QuantizedArray, of a parameter; None of one that this model lacks."""
+    return None if parameter is None else parameter.get_value()

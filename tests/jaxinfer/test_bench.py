@@ -6,6 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxinfer import parameters, sizes
@@ -74,6 +75,7 @@ class ScriptedLLM:
 
     def __init__(self, preset: str) -> None:
         self.config = PRESETS[preset]
+        self.dtype = np.dtype("float32")
         self.weight_bytes = 4 * parameters.count(self.config)
         self.runs: list[tuple[list[dict[str, list[int]]], Any]] = []
 
@@ -109,6 +111,12 @@ def test_an_embedding_that_is_not_the_head_is_not_read_whole() -> None:
     llm: Any = ScriptedLLM("llama-3-8b")
     result = measure_latency(llm, output_len=2, repeats=1)
     assert result.weight_gb_per_step == pytest.approx(4 * (8_030_261_248 - 128_256 * 4096) / 1e9)
+
+
+def test_quantized_weights_are_read_as_they_are_stored() -> None:
+    llm: Any = ScriptedLLM("llama-3-8b")
+    llm.weight_bytes = 4 * 128_256 * 4096 + 1_000_000
+    assert measure_latency(llm, output_len=2, repeats=1).weight_gb_per_step == pytest.approx(1e-3)
 
 
 def test_throughput_prompts_vary_and_repeat_with_the_seed() -> None:

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import ModelConfig, RopeConfig
-from jaxinfer.models.layers import ACTIVATIONS, Embedding, GatedMlp, Head, RMSNorm, linear, value
+from jaxinfer.models.layers import Embedding, GatedMlp, Head, RMSNorm, linear, value
+from meshes import build_mesh
+from pallas_kernels.formats import FORMATS, dequantize, quantize
+from pallas_kernels.target import CPU
 
 CONFIG = ModelConfig("llama", 11, 6, 1, 2, 1, 4, 10, 16, RopeConfig(), mlp_bias=True)
 RNG = np.random.default_rng(0)
@@ -20,6 +23,7 @@ def normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
 
 
+MESH = build_mesh()
 FORMULAS = {
     "silu": lambda x: x / (1 + math.exp(-x)),
     "gelu": lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2))),
@@ -28,21 +32,22 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_activations(name):
-    x = np.linspace(-4, 4, 33, dtype=np.float32)
-    np.testing.assert_allclose(ACTIVATIONS[name](x), [FORMULAS[name](float(v)) for v in x], rtol=1e-6, atol=1e-6)
-
-
 def test_linear_contracts_the_leading_dimensions_of_a_weight():
     x, weight, bias = normal(5, 3, 2, 4), normal(3, 2, 4, 7), normal(7)
     want = np.einsum("tabc,abcd->td", x, weight)
-    np.testing.assert_allclose(linear(x, weight, contract=3), want, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(linear(x, weight, bias, contract=3), want + bias, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(linear(x, weight, contract=3, target=CPU), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(linear(x, weight, bias, contract=3, target=CPU), want + bias, rtol=1e-5, atol=1e-5)
     x, weight, bias = normal(5, 4), normal(4, 3, 2), normal(3, 2)
-    np.testing.assert_allclose(
-        linear(x, weight, bias), np.einsum("ti,iab->tab", x, weight) + bias, rtol=1e-5, atol=1e-5
-    )
+    want = np.einsum("ti,iab->tab", x, weight) + bias
+    np.testing.assert_allclose(linear(x, weight, bias, target=CPU), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_linear_takes_a_quantized_weight(format):
+    x, weight, bias = normal(5, 2, 4, 8), normal(2, 4, 8, 3, 7), normal(3, 7)
+    stored = quantize(weight, format, contract=3, group_size=32)
+    want = np.einsum("ti,abi->tab", x.reshape(5, 64), dequantize(stored, jnp.float32)) + bias
+    np.testing.assert_allclose(linear(x, stored, bias, contract=3, target=CPU), want, rtol=1e-5, atol=1e-5)
 
 
 def test_rms_norm():
@@ -76,14 +81,15 @@ def mlp_weights():
     }
 
 
+@pytest.mark.parametrize("activation", sorted(FORMULAS))
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_gate_alone_is_activated(bias):
-    w, x = mlp_weights(), normal(3, 6)
-    config = dataclasses.replace(CONFIG, mlp_bias=bias, activation="relu")
+def test_the_gate_alone_is_activated(bias, activation):
+    w, x, residual = mlp_weights(), normal(3, 6), normal(3, 6)
+    config = dataclasses.replace(CONFIG, mlp_bias=bias, activation=activation)
     gate, up = (x @ w["gate_up"][:, i] + bias * w["gate_up_bias"][i] for i in range(2))
-    want = (np.maximum(gate, 0) * up) @ w["down"] + bias * w["down_bias"]
+    want = residual + (np.vectorize(FORMULAS[activation])(gate) * up) @ w["down"] + bias * w["down_bias"]
     weights = w if bias else {name: w[name] for name in ("gate_up", "down")}
-    np.testing.assert_allclose(GatedMlp(config, weights)(x), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(GatedMlp(config, weights, MESH)(x, residual, CPU), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
@@ -97,15 +103,24 @@ def test_embedding_and_its_logits(rows):
 
 def test_head_logits():
     x, table = normal(3, 6), normal(6, 11)
-    np.testing.assert_allclose(Head({"weight": jnp.asarray(table)}).logits(x), x @ table, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        Head(CONFIG, {"weight": jnp.asarray(table)}, MESH).logits(x, CPU), x @ table, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_logits_of_low_precision_come_out_in_float32():
     """A sum of products that bfloat16 could not hold: 256 + 1."""
     x, table = jnp.asarray([[16.0, 1.0]], jnp.bfloat16), jnp.asarray([[16.0, 1.0], [1.0, 1.0]], jnp.bfloat16)
-    for logits in (Embedding({"weight": table}).logits(x), Head({"weight": table.T}).logits(x)):
+    head = Head(CONFIG, {"weight": table.T}, MESH)
+    for logits in (Embedding({"weight": table}).logits(x), head.logits(x, CPU)):
         assert logits.dtype == jnp.float32
         np.testing.assert_array_equal(logits, [[257.0, 17.0]])
+
+
+def test_logits_of_a_quantized_head_come_out_in_float32():
+    x, table = jnp.asarray([[16.0, 1.0]], jnp.bfloat16), jnp.asarray([[127.0, 1.0], [1.0, 127.0]], jnp.bfloat16)
+    stored = quantize(table, "int8")
+    np.testing.assert_array_equal(Head(CONFIG, {"weight": stored}, MESH).logits(x, CPU), [[16 * 127 + 1, 16 + 127]])
 
 
 def test_a_missing_parameter_has_no_value():
