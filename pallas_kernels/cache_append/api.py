@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from pallas_kernels import choice
-from pallas_kernels.cache_append import xla
+from pallas_kernels.cache_append import config, kernel, xla
 from pallas_kernels.kv_pages import LARGEST, KVPages
-from pallas_kernels.target import CPU, Target
+from pallas_kernels.target import CPU, HOPPER, Target
 
 
 def cache_append(
@@ -41,14 +41,20 @@ def cache_append(
     Raises ValueError if shapes disagree, or an 8-bit cache lacks scales.
     """
     check(qkv, cos, sin, pages, page_ids, offsets, q_norm, k_norm)
-    choice.resolve("cache_append", implementation, obstacle(target))
-    options: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps, "interleaved": interleaved}
-    return xla.cache_append(qkv, cos, sin, pages, page_ids, offsets, platform=target.platform, **options)
+    norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
+    arrays = (qkv, cos, sin, pages, page_ids, offsets)
+    if choice.resolve("cache_append", implementation, obstacle(target, interleaved)) == "xla":
+        return xla.cache_append(*arrays, **norms, interleaved=interleaved, platform=target.platform)
+    tokens, kv_heads, heads, head_dim = qkv.shape
+    chosen = config.choose(tokens, kv_heads, heads - 2, head_dim)
+    return kernel.cache_append(*arrays, **norms, config=chosen, interpret=interpret)
 
 
-def obstacle(target: Target) -> str | None:
-    """Why the kernel does not run; None where it does."""
-    return "it has no kernel yet"
+def obstacle(target: Target, interleaved: bool) -> str | None:
+    """Why the kernel cannot run; None where it can."""
+    if target.compute_capability is None or target.compute_capability < HOPPER:
+        return f"it needs an NVIDIA GPU of compute capability 9.0 or more, and this is {target.described}"
+    return "it turns halves of a head, not neighbouring dimensions" if interleaved else None
 
 
 def check(
