@@ -10,7 +10,8 @@ from click.testing import CliRunner, Result
 
 from jaxinfer.cli import main
 from pallas_kernels import ops
-from pallas_kernels.target import H200
+from pallas_kernels.choice import Decision
+from pallas_kernels.target import H200, Target
 
 
 def run(*args: str, status: int = 0) -> Result:
@@ -20,29 +21,33 @@ def run(*args: str, status: int = 0) -> Result:
 
 
 @pytest.fixture(autouse=True)
-def obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kernel is for Hopper, but the one of moe, which is for nothing."""
-    monkeypatch.setattr(ops, "obstacle", lambda op, target: "it is new" if op == "moe" else target.lacks_hopper())
+def decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel for Hopper, one that is for nothing."""
+
+    def decide(target: Target) -> list[tuple[str, Decision]]:
+        obstacle = target.lacks_hopper()
+        made = Decision("paged_decode", "xla" if obstacle else "mosaic", obstacle)
+        return [("int8 cache", made), ("64 tokens", Decision("moe", "xla", "it is slow"))]
+
+    monkeypatch.setattr(ops, "decisions", decide)
 
 
 def test_on_this_machine() -> None:
     lines = run("--kernels").stdout.splitlines()
-    assert lines[0] == "On cpu, a CPU:"
-    assert lines[1].split() == ["operation", "runs", "because"]
-    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines[2:]}
-    assert tuple(rows) == ops.OPS
-    reason = "of the kernel: it is written for Hopper GPUs (compute capability 9.0), and this is a CPU"
-    assert rows["paged_decode"] == ["xla", reason]
-    assert rows["moe"] == ["xla", "of the kernel: it is new"]
+    assert lines[0] == "On cpu, a CPU, with a layer of Llama-3-8B:"
+    reason = "it is written for Hopper GPUs (compute capability 9.0), and this is a CPU"
+    assert lines[2] == f"paged_decode   int8 cache                 xla     {reason}"
+    assert lines[3] == "moe            64 tokens                  xla     it is slow"
 
 
 def test_on_a_gpu_that_is_not_here() -> None:
     report = json.loads(run("--kernels", "--gpu", "h200", "--json").stdout)
     assert report["device"] == "h200"
-    kernels = {row["op"]: row for row in report["kernels"]}
-    assert kernels["paged_decode"] == {"op": "paged_decode", "obstacle": None, "implementation": "mosaic"}
-    assert kernels["moe"] == {"op": "moe", "obstacle": "it is new", "implementation": "xla"}
-    assert "paged_decode   mosaic  the kernel runs here" in run("--kernels", "--gpu", "h100").stdout
+    assert report["kernels"] == [
+        {"shapes": "int8 cache", "op": "paged_decode", "implementation": "mosaic", "obstacle": None},
+        {"shapes": "64 tokens", "op": "moe", "implementation": "xla", "obstacle": "it is slow"},
+    ]
+    assert run("--kernels", "--gpu", "h100").stdout.splitlines()[2].endswith("mosaic")
     assert "this is compute capability 8.0" in run("--kernels", "--gpu", "a100").stdout
 
 
@@ -53,7 +58,7 @@ def test_on_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     monkeypatch.setattr("jax.devices", lambda: [Device])
-    assert run("--kernels").stdout.startswith("On NVIDIA H200, compute capability 9.0:\n")
+    assert run("--kernels").stdout.startswith("On NVIDIA H200, compute capability 9.0, with a layer of Llama-3-8B:\n")
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false", "asking does not take the memory"
 
 
