@@ -107,3 +107,7 @@ def run(
             report.write_json(json_file, about, results, ceilings)
     print(f"done after {time.perf_counter() - start:.0f} s", flush=True)
     return results, ceilings
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
 import sys
 import types
 
@@ -296,3 +297,12 @@ def test_the_cases_of_the_kernels_are_well_formed():
         assert case.flops > 0, case.full_name
         assert case.max_ratio is None or case.max_ratio[0] in rivals, case.full_name
         assert not case.programs[ours].autotuned, case.full_name
+
+
+def test_the_script_runs_as_shown(tmp_path):
+    """From anywhere, as a file."""
+    done = subprocess.run(
+        [sys.executable, bench_kernels.__file__, "--only", "no such case"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert "no case has a name like 'no such case'; --list shows them" in done.stderr
