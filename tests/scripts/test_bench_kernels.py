@@ -292,11 +292,10 @@ def test_saved_executables_are_loaded(tmp_path, monkeypatch):
 
 def test_the_cases_of_the_kernels_are_well_formed():
     for case in bench_kernels.all_cases():
-        ours, *rivals = case.programs
+        rivals = list(case.programs)[1:]
         assert case.bytes > 0, case.full_name
         assert case.flops > 0, case.full_name
         assert case.max_ratio is None or case.max_ratio[0] in rivals, case.full_name
-        assert not case.programs[ours].autotuned, case.full_name
 
 
 def test_the_script_runs_as_shown(tmp_path):
