@@ -1,0 +1,70 @@
+"""The MLP's projections beside XLA's matmul and activation, at Llama-3-8B's sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fused_mlp import down, gate_up, reference
+from pallas_kernels.target import H200
+from scripts.kernels.common import Case, Program
+
+EMBED, MLP = 4096, 14336
+
+
+def normal(key: jax.Array, *shape: int, size: float = 1.0) -> jax.Array:
+    return (size * jax.random.normal(key, shape, jnp.float32)).astype(jnp.bfloat16)
+
+
+def gate_up_inputs(key: jax.Array, tokens: int) -> tuple[jax.Array, ...]:
+    x_key, weight_key = jax.random.split(key)
+    return normal(x_key, tokens, EMBED), normal(weight_key, EMBED, 2, MLP, size=EMBED**-0.5)
+
+
+def down_inputs(key: jax.Array, tokens: int) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(key, 3)
+    weight = normal(keys[1], MLP, EMBED, size=MLP**-0.5)
+    return normal(keys[0], tokens, MLP), weight, normal(keys[2], tokens, EMBED)
+
+
+def programs(op: Callable[..., jax.Array]) -> dict[str, Program]:
+    return {
+        "chosen": Program(functools.partial(op, target=H200), autotuned=True),
+        "xla": Program(functools.partial(op, target=H200, implementation="xla"), autotuned=True),
+    }
+
+
+def gate_up_case(tokens: int) -> Case:
+    return Case(
+        name=f"gate_up bf16 M={tokens}",
+        op="fused_mlp",
+        inputs=functools.partial(gate_up_inputs, tokens=tokens),
+        programs=programs(gate_up),
+        reference=reference.gate_up,
+        tolerance=8e-3,
+        bytes=2 * (2 * EMBED * MLP + tokens * (EMBED + MLP)),
+        flops=2 * tokens * EMBED * 2 * MLP,
+        max_ratio=("xla", 0.95 if tokens <= 64 else 1.0),
+    )
+
+
+def down_case(tokens: int) -> Case:
+    return Case(
+        name=f"down bf16 M={tokens}",
+        op="fused_mlp",
+        inputs=functools.partial(down_inputs, tokens=tokens),
+        programs=programs(down),
+        reference=reference.down,
+        tolerance=8e-3,
+        bytes=2 * (MLP * EMBED + tokens * (MLP + 2 * EMBED)),
+        flops=2 * tokens * MLP * EMBED,
+        max_ratio=("xla", 1.0),
+    )
+
+
+def cases() -> list[Case]:
+    gate_ups = [gate_up_case(tokens) for tokens in (1, 16, 64, 512, 2048, 8192)]
+    return gate_ups + [down_case(tokens) for tokens in (1, 16, 64)]

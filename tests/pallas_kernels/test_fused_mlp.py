@@ -1,0 +1,166 @@
+"""The MLP's projections, every implementation against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.formats import quantize
+from pallas_kernels.fused_mlp import down, fused_mlp, gate_up, reference
+from pallas_kernels.fused_mlp.activations import NAMES
+from pallas_kernels.fused_mlp.config import StreamConfig
+from pallas_kernels.fused_mlp.stream import stream
+from pallas_kernels.target import CPU, H200
+from tests.pallas_kernels.interpreter import interpreter
+
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.2e-2}
+"""Of the largest expected value."""
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16", size: float = 1.0) -> jax.Array:
+    return (size * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
+
+
+def run(implementation: str, fn, *args, target=H200, **options):
+    """The op, in the interpreter if it is the kernel; with its races checked."""
+    if implementation == "xla":
+        return np.asarray(fn(*args, implementation="xla", **options).astype(jnp.float32))
+    with interpreter() as interpret:
+        out = fn(*args, implementation="mosaic", target=target, interpret=interpret, **options)
+        return np.asarray(out.astype(jnp.float32))
+
+
+def close(out: np.ndarray, expected: jax.Array, dtype: str) -> None:
+    expected = np.asarray(expected)
+    assert out.shape == expected.shape
+    np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE[dtype] * np.abs(expected).max(initial=1e-6))
+
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("activation", NAMES)
+def test_every_activation_with_bias(implementation, activation):
+    x, weight, bias = normal(0, (8, 64)), normal(1, (64, 2, 64), size=0.4), normal(2, (2, 64), size=2.0)
+    out = run(implementation, gate_up, x, weight, bias, activation=activation)
+    close(out, reference.gate_up(x, weight, bias, activation=activation), "bfloat16")
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, "float16"), (5, "bfloat16"), (63, "float16")])
+def test_odd_numbers_of_tokens(implementation, tokens, dtype):
+    x, weight = normal(0, (tokens, 192), dtype), normal(1, (192, 2, 192), dtype, 0.1)
+    close(run(implementation, gate_up, x, weight), reference.gate_up(x, weight), dtype)
+
+
+@IMPLEMENTATIONS
+def test_plain_mlp(implementation):
+    x, weight, bias = normal(0, (9, 128)), normal(1, (128, 128), size=0.1), normal(2, (128,))
+    out = run(implementation, gate_up, x, weight, bias, activation="relu2", gated=False)
+    close(out, reference.gate_up(x, weight, bias, activation="relu2", gated=False), "bfloat16")
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(("tokens", "residual", "bias"), [(1, True, False), (16, False, True), (61, True, True)])
+def test_down(implementation, tokens, residual, bias):
+    hidden, weight = normal(0, (tokens, 320)), normal(1, (320, 128), size=0.1)
+    added = normal(2, (tokens, 128)) if residual else None
+    term = normal(3, (128,)) if bias else None
+    close(
+        run(implementation, down, hidden, weight, added, term), reference.down(hidden, weight, added, term), "bfloat16"
+    )
+
+
+@IMPLEMENTATIONS
+def test_both_projections(implementation):
+    x, residual, gate_up_weight = normal(0, (4, 64)), normal(1, (4, 64)), normal(2, (64, 2, 64), size=0.1)
+    down_weight = normal(3, (64, 64), size=0.1)
+    out = run(implementation, fused_mlp, x, gate_up_weight, down_weight, residual, activation="gelu_tanh")
+    hidden = reference.gate_up(x, gate_up_weight, activation="gelu_tanh")
+    close(out, reference.down(hidden, down_weight, residual), "bfloat16")
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
+def test_quantized_weights(format):
+    x, residual = normal(0, (5, 128), "float32"), normal(1, (5, 128), "float32")
+    gate_up_weight = quantize(normal(2, (128, 2, 64), "float32", 0.1), format)
+    down_weight = quantize(normal(3, (64, 128), "float32", 0.1), format, group_size=32)
+    out = run("xla", fused_mlp, x, gate_up_weight, down_weight, residual)
+    expected = reference.down(reference.gate_up(x, gate_up_weight), down_weight, residual)
+    close(out, expected, "float32")
+
+
+@pytest.mark.parametrize("activation", NAMES)
+def test_float32_stays_float32(activation):
+    x, weight, bias = (normal(i, shape, "float32") for i, shape in enumerate([(3, 96), (96, 2, 40), (2, 40)]))
+    out = gate_up(x, weight, bias, activation=activation)
+    assert out.dtype == jnp.float32
+    close(np.asarray(out), reference.gate_up(x, weight, bias, activation=activation), "float32")
+
+
+def test_no_tokens():
+    out = fused_mlp(jnp.zeros((0, 64)), jnp.zeros((64, 2, 96)), jnp.zeros((96, 64)))
+    assert out.shape == (0, 64)
+
+
+def test_a_token_that_is_not_a_number_stays_alone():
+    x, weight = normal(0, (3, 64)).at[1].set(jnp.nan), normal(1, (64, 2, 64))
+    out = run("mosaic", gate_up, x, weight, activation="relu")
+    assert np.isnan(out[1]).all()
+    close(out[[0, 2]], reference.gate_up(x[jnp.array([0, 2])], weight, activation="relu"), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation": "swish"}, "no activation 'swish'; there are: silu, gelu"),
+        ({"activation": "clamped_silu", "gated": False}, "gated MLP only"),
+        ({"gated": False}, r"weight is \(64, 2, 64\)"),
+        ({"x": jnp.zeros((2, 65))}, r"for x \(2, 65\) it must be \[65, 2, any\]"),
+        ({"bias": jnp.zeros((64,))}, r"bias has shape \(64,\); it must be \[2, 64\]"),
+        ({"implementation": "mosaic"}, "written for Hopper"),
+        ({"implementation": "mosaic", "target": H200}, "takes float16 or bfloat16"),
+    ],
+)
+def test_what_gate_up_refuses(change, message):
+    arguments = {"x": jnp.zeros((2, 64)), "weight": jnp.zeros((64, 2, 64)), "target": CPU} | change
+    with pytest.raises(ValueError, match=message):
+        gate_up(**arguments)
+
+
+def test_what_down_refuses():
+    hidden, weight = jnp.zeros((2, 64)), jnp.zeros((64, 128))
+    with pytest.raises(ValueError, match=r"residual has shape \(2, 64\); it must be \[2, 128\]"):
+        down(hidden, weight, hidden)
+    with pytest.raises(ValueError, match="multiples of 64, not 64 and 72"):
+        down(hidden.astype("float16"), jnp.zeros((64, 72), "float16"), implementation="mosaic", target=H200)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(("tokens", "dtype"), [(65, "bfloat16"), (290, "float16")])
+def test_many_tokens(implementation, tokens, dtype):
+    x, weight, bias = normal(0, (tokens, 64), dtype), normal(1, (64, 2, 192), dtype, 0.1), normal(2, (2, 192), dtype)
+    out = run(implementation, gate_up, x, weight, bias, activation="gelu", target=dataclasses.replace(H200, cores=4))
+    close(out, reference.gate_up(x, weight, bias, activation="gelu"), dtype)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        StreamConfig(rows=16, stages=2, split=2, lead=1, blocks=1),
+        StreamConfig(rows=16, consumers=2, stages=3, split=4),
+        StreamConfig(rows=16, stages=2, chunk=128, blocks=1),
+    ],
+    ids=str,
+)
+def test_every_way_to_split_the_work(config):
+    x, weight, residual = normal(0, (16, 256)), normal(1, (256, 2, 128), size=0.1), normal(2, (16, 128))
+    with interpreter() as interpret:
+        out = stream(x, weight, None, residual, activation="silu", config=config, interpret=interpret)
+        out = np.asarray(out.astype(jnp.float32))
+    close(out, reference.gate_up(x, weight) + residual.astype(jnp.float32), "bfloat16")
