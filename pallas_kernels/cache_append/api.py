@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels import choice
 from pallas_kernels.cache_append import config, kernel, xla
-from pallas_kernels.kv_pages import LARGEST, KVPages
+from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.target import CPU, HOPPER, Target
 
 
@@ -84,18 +84,4 @@ def check(
             choice.check_shape(name, norm, (head_dim,))
     choice.check_shape("page_ids", page_ids, (tokens,))
     choice.check_shape("offsets", offsets, (tokens,))
-    check_pages(pages)
-
-
-def check_pages(pages: KVPages) -> None:
-    """ValueError unless the leaves of a pool agree."""
-    rows = pages.k.shape
-    choice.check_shape("pages.k", pages.k, (None,) * 4)
-    choice.check_shape("pages.v", pages.v, (*rows[:2], rows[3], rows[2]) if pages.v_transposed else rows)
-    needs_scales = pages.dtype.name in LARGEST
-    for name, scales in (("k_scales", pages.k_scales), ("v_scales", pages.v_scales)):
-        if (scales is not None) != needs_scales:
-            verb = "needs" if needs_scales else "has no"
-            raise ValueError(f"a cache of {pages.dtype.name} {verb} pages.{name}")
-        if scales is not None:
-            choice.check_shape(f"pages.{name}", scales, rows[:3])
+    pages.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pallas_kernels.cache_append.config import GROUP, Layout, spread, spread_col
 from pallas_kernels.kv_pages import LARGEST
 
 F32 = jnp.float32
+AT_ONCE = 4
+"""Tokens not in a row whose values are loaded together."""
 type Refs = dict[str, Any]
 """By name: the arguments of the kernel, in GPU memory."""
 type Pieces = list[jax.Array]
@@ -127,7 +130,7 @@ class Block:
 
         @pl.when(in_a_row)
         def _() -> None:
-            layout = spread_columns(self.group, self.head_dim, side_by_side=self.group // 4)
+            layout = spread_columns(self.group, self.head_dim, side_by_side=self.group)
             x = load(refs["columns"].at[pl.ds(start, self.group), head, self.q_per_kv + 1], layout)
             places = pl.ds(offset, self.group)
             if "v_scales" in refs:
@@ -137,18 +140,18 @@ class Block:
 
         @pl.when(jnp.logical_not(in_a_row))
         def _() -> None:
-            layout = spread_columns(1, self.head_dim)
+            layout, one = spread_columns(1, self.head_dim), pl.ds(head, 1)
 
-            def write(token: Any, carry: None) -> None:
-                page, place = refs["page_ids"][token], pl.ds(refs["offsets"][token], 1)
-                one = pl.ds(head, 1)
+            def write(step: Any, carry: None) -> None:
+                tokens = [start + step * AT_ONCE + i for i in range(AT_ONCE)]
+                rows = [jnp.minimum(token, self.tokens - 1) for token in tokens]
+                values = [load(refs["columns"].at[row, one, self.q_per_kv + 1], layout) for row in rows]
+                places = [(refs["page_ids"][row], pl.ds(refs["offsets"][row], 1)) for row in rows]
+                for token, x, (page, place) in zip(tokens, values, places, strict=True):
+                    written = functools.partial(self.write_columns, refs, x, layout, page, one, place)
+                    pl.when((token < self.tokens) & (page < self.num_pages))(written)
 
-                @pl.when(page < self.num_pages)
-                def _() -> None:
-                    x = load(refs["columns"].at[token, one, self.q_per_kv + 1], layout)
-                    self.write_columns(refs, x, layout, page, one, place)
-
-            lax.fori_loop(start, jnp.minimum(start + self.group, self.tokens), write, None)
+            lax.fori_loop(0, self.group // AT_ONCE, write, None)
 
 
 def load(source: Any, layout: Layout) -> jax.Array:
@@ -165,7 +168,7 @@ def quantized(x: Pieces, layout: Layout, axis: int, dtype: jnp.dtype) -> tuple[j
     for piece in x[1:]:
         peak = jnp.maximum(peak, jnp.abs(piece).max(axis=axis))
     scale = peak / LARGEST[dtype.name]
-    divisor = jnp.where(scale == 0.0, jnp.ones_like(scale), scale)
+    inverse = 1.0 / jnp.where(scale == 0.0, jnp.ones_like(scale), scale)  # a division for each value takes longer
     dims = tuple(d for d in range(3) if d != axis)
-    x = [piece / broadcast(divisor, piece.shape, dims, layout) for piece in x]
+    x = [piece * broadcast(inverse, piece.shape, dims, layout) for piece in x]
     return scale, [jnp.round(piece).astype(jnp.int32) for piece in x] if dtype == jnp.int8 else x

@@ -35,8 +35,9 @@ class Config:
 
 def choose(tokens: int, kv_heads: int, q_per_kv: int, head_dim: int) -> Config:
     """What was fastest on an H200."""
-    fits = max(1, VALUES_PER_THREAD * WARPS * LANES // ((q_per_kv + 2) * head_dim))
-    heads = max(heads for heads in range(1, kv_heads + 1) if kv_heads % heads == 0 and heads <= fits)
+    most = VALUES_PER_THREAD if tokens >= MANY_TOKENS else VALUES_PER_THREAD // 4
+    fits = most * WARPS * LANES // ((q_per_kv + 2) * head_dim)
+    heads = max(heads for heads in range(1, kv_heads + 1) if kv_heads % heads == 0 and heads <= max(1, fits))
     return Config(heads, values_apart=tokens >= MANY_TOKENS)
 
 
@@ -46,35 +47,36 @@ def spread(rows: tuple[int, ...], shared: int, itemsize: int) -> Layout:
     shared: a divisor of the columns; arrays of any multiple of it have the same rows in the same threads.
     """
     widths = [1 << bits for bits in range(4, -1, -1) if shared % (1 << bits) == 0 and (itemsize << bits) <= 16]
-    return min((_layout(rows, (shared,), width) for width in widths), key=lambda pair: pair[0])[1]
+    return min((_layout((*rows, shared), width, len(rows)) for width in widths), key=lambda pair: pair[0])[1]
 
 
 def spread_columns(rows: int, columns: int, side_by_side: int = 1) -> Layout:
     """A layout of [rows, columns, 1], one value at a time. side_by_side: rows that a warp takes at once."""
-    return _layout((rows,), (columns, 1), 1, LANES // side_by_side)[1]
+    return _layout((rows, columns, 1), 1, 2, (side_by_side, LANES // side_by_side, 1))[1]
 
 
-def _layout(rows: tuple[int, ...], columns: tuple[int, ...], width: int, lanes: int = LANES) -> tuple[int, Layout]:
-    """Threads that hold each value, and the layout of [*rows, *columns].
+def _layout(
+    sizes: tuple[int, ...], width: int, warp_axes: int, most: tuple[int, ...] | None = None
+) -> tuple[int, Layout]:
+    """Threads that hold each value, and the layout of `sizes`, with `width` values of the last axis in each thread.
 
-    Lanes go to columns first, at most `lanes` of them, then to rows; warps to rows; `width` values to each thread.
+    Lanes go to the last axes first, to each at most `most`; warps to the first axes, of `warp_axes`.
     """
-    sizes = (*rows, *columns)
-    units = (*sizes[:-1], sizes[-1] // width)
-    lanes_of, left, most = [1] * len(sizes), LANES, lanes
-    for axis in reversed(range(len(sizes))):
-        lanes_of[axis] = math.gcd(units[axis], min(left, most) if axis >= len(rows) else left)
-        left, most = left // lanes_of[axis], most // lanes_of[axis]
-    warps_of, idle = [1] * len(sizes), WARPS
-    for axis, size in enumerate(rows):
-        warps_of[axis] = math.gcd(size // lanes_of[axis], idle)
-        idle //= warps_of[axis]
-    last = [1] * (len(sizes) - 1) + [width]
-    block = [n * w for n, w in zip(lanes_of, last, strict=True)]
-    tiling = plgpu.Tiling((tuple(n * w for n, w in zip(block, warps_of, strict=True)), tuple(block), tuple(last)))
     rank = len(sizes)
+    lanes, left = [1] * rank, LANES
+    for axis in reversed(range(rank)):
+        units = sizes[axis] // width if axis == rank - 1 else sizes[axis]
+        lanes[axis] = math.gcd(units, left if most is None else min(left, most[axis]))
+        left //= lanes[axis]
+    warps, idle = [1] * rank, WARPS
+    for axis in range(warp_axes):
+        warps[axis] = math.gcd(sizes[axis] // lanes[axis], idle)
+        idle //= warps[axis]
+    vector = (*[1] * (rank - 1), width)
+    warp_tile = tuple(n * w for n, w in zip(lanes, vector, strict=True))
+    tile = tuple(n * w for n, w in zip(warp_tile, warps, strict=True))
     found = mgpu.TiledLayout(
-        tiling,
+        plgpu.Tiling((tile, warp_tile, vector)),
         (*_copies(idle), *range(-3 * rank, -2 * rank)),
         (*_copies(left), *range(-2 * rank, -rank)),
         -1,
