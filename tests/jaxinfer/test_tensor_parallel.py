@@ -80,9 +80,9 @@ def test_weights_and_cache_are_sharded(size, models):
             assert len({shard.device for shard in leaf.addressable_shards}) == size
 
 
-def decode_program(num_layers, size, tied=False):
-    config = ModelConfig("llama", VOCAB, 64, num_layers, 8, 2, 16, 96, 256, RopeConfig(), tied_head=tied)
-    llm = LLM(config, **TINY, tensor_parallel_size=size)
+def decode_program(num_layers, size, tied=False, quantization=None):
+    config = ModelConfig("llama", VOCAB, 64, num_layers, 8, 2, 16, 128, 256, RopeConfig(), tied_head=tied)
+    llm = LLM(config, **TINY, tensor_parallel_size=size, quantization=quantization)
     runner = llm.engine._runner
     shape = next(shape for shape in llm.engine._builder.shapes() if shape.decode and shape.sequences == 4)
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), runner.state)
