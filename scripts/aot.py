@@ -111,7 +111,7 @@ def save(compiled: jax.stages.Compiled, path: Path) -> None:
 
 def load(path: Path) -> jax.stages.Compiled:
     """An executable of `save`, on this machine's first GPU. It is unpickled: read only files you wrote."""
-    import jax.experimental.pallas.mosaic_gpu  # noqa: F401  loads the library whose symbols an executable asks for
+    import jax.experimental.pallas.mosaic_gpu  # loads the library whose symbols an executable asks for
 
     stored = pickle.loads(path.read_bytes())
     return serialize_executable.deserialize_and_load(*stored, execution_devices=jax.devices()[:1])

@@ -14,17 +14,26 @@ def kernel_times(call: Callable[[int], Any], repeats: int = 16) -> list[float]:
     """Median microseconds of each kernel that `call(i)` launches; `call` gets 0, 1, … and launches the same each time.
 
     Call something compiled with different arguments in turn, so that no turn finds its data in the L2 cache.
-    Raises RuntimeError if the number of kernels varies.
+    What one call returns may be donated to a later one. Raises RuntimeError if the number of kernels varies.
     """
-    jax.block_until_ready([call(0), call(1)])
+    _wait_for_last(call, 2)
     cupti = mosaic_gpu._mosaic_gpu_ext
     cupti._cupti_init()
-    jax.block_until_ready([call(i) for i in range(repeats)])
-    times = cupti._cupti_get_timings(True)
+    try:
+        _wait_for_last(call, repeats)
+    finally:  # else nothing could be timed after a failure
+        times = cupti._cupti_get_timings(True)
     if not times or len(times) % repeats:
         raise RuntimeError(f"{len(times)} kernels in {repeats} calls: not the same number in each")
     milliseconds = np.array([time for _, time in times]).reshape(repeats, -1)
     return [float(x) * 1e3 for x in np.median(milliseconds, axis=0)]
+
+
+def _wait_for_last(call: Callable[[int], Any], count: int) -> None:
+    """A GPU does one call after another: the last one's end is the end of all."""
+    for i in range(count):
+        outputs = call(i)
+    jax.block_until_ready(outputs)
 
 
 def microseconds(call: Callable[[int], Any], repeats: int = 16) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -14,12 +15,15 @@ class Cupti:
     def __init__(self, times, calls):
         self.times, self.calls = times, calls
         self.before = None
+        self.subscribed = False
 
     def _cupti_init(self):
+        self.subscribed = True
         self.before = len(self.calls)
 
     def _cupti_get_timings(self, finalize):
         assert finalize
+        self.subscribed = False
         return [("kernel", time) for time in self.times]
 
 
@@ -50,6 +54,30 @@ def test_all_kernels_of_a_call_add_up(monkeypatch):
 def test_kernels_that_come_and_go_are_an_error(monkeypatch, times):
     with pytest.raises(RuntimeError, match=f"{len(times)} kernels in 3 calls"):
         measure(monkeypatch, times, 3)
+
+
+def test_outputs_may_be_donated_to_the_next_call(monkeypatch):
+    monkeypatch.setattr(device_time.mosaic_gpu, "_mosaic_gpu_ext", Cupti([0.01] * 3, []))
+    add = jax.jit(lambda pool: pool + 1.0, donate_argnums=0)
+    pool = jnp.zeros(8)
+
+    def call(i):
+        nonlocal pool
+        pool = add(pool)
+        return pool
+
+    assert device_time.kernel_times(call, 3) == [10.0]
+    assert pool[0] == 2 + 3, "two calls to warm up"
+
+
+def test_a_failure_releases_cupti(monkeypatch):
+    cupti = Cupti([], [])
+    monkeypatch.setattr(device_time.mosaic_gpu, "_mosaic_gpu_ext", cupti)
+    turns = iter(range(3))
+    with pytest.raises(StopIteration):
+        device_time.kernel_times(lambda i: jnp.zeros(next(turns)), 8)
+    assert cupti.before is not None, "it had started"
+    assert not cupti.subscribed
 
 
 def test_ceilings(monkeypatch):
