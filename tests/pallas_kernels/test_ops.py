@@ -8,7 +8,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import ops
-from pallas_kernels.target import CPU, GPUS
+from pallas_kernels.target import CPU, GPUS, H200
 
 FOLDERS = {path.parent.name for path in Path(pallas_kernels.__file__).parent.glob("*/api.py")}
 PARTS = {"gate_up": "fused_mlp", "down": "fused_mlp"}
@@ -22,3 +22,10 @@ def test_elsewhere_plain_jax_runs_and_says_why(target, name):
     for decision in decisions:
         assert decision.implementation == "xla"
         assert decision.obstacle.endswith(f"this is {name}")
+
+
+def test_on_hopper_kernels_run_where_they_win():
+    decisions = [decision for _, decision in ops.decisions(H200)]
+    kernels = {PARTS.get(d.op, d.op) for d in decisions if d.implementation == "mosaic"}
+    assert {"cache_append", "fused_mlp", "moe"} <= kernels <= FOLDERS
+    assert all(decision.obstacle for decision in decisions if decision.implementation == "xla")
