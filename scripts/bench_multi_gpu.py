@@ -173,7 +173,7 @@ def time_steps(config: str, tensor: int) -> dict[str, Any]:
 
 def all_reduce_share(bench: StepBench, batch: Batch) -> float:
     """Share of the kernels' time on the first GPU that all-reduces take, waiting for the others included."""
-    kernels = bench.profile(batch)
+    kernels = {name: ms for name, (ms, _) in bench.profile(batch).items()}
     plain = {name.lower().replace("_", "").replace("-", ""): ms for name, ms in kernels.items()}
     return sum(ms for name, ms in plain.items() if "allreduce" in name) / sum(plain.values())
 

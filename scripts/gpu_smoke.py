@@ -1,22 +1,19 @@
-"""One GPU, first correctness, then the speed of a decode step.
+"""One GPU: is it right? (For speed: scripts/bench_step.py, scripts/bench_kernels.py.)
 
     python scripts/gpu_smoke.py [--model PATH] [--json FILE]
 
 1. Tiny random models in float32 against what transformers computes for them (tests/goldens).
-2. With --model, a chat model's answer to "What is the capital of France?".
-3. A Llama-3-8B shape with random bfloat16 weights: the decode step at 640 tokens of context and the prefill of 2048
-   tokens; milliseconds from step to step with the host running ahead, how long the host took to dispatch one, and, from
-   a profile, which kernels the time goes to.
+2. A small bfloat16 model on the kernels against the same on XLA, for every dtype of cache and weights.
+3. With --model, a chat model's answer to "What is the capital of France?".
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import tempfile
-import time
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +23,32 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jaxinfer import LLM, SamplingParams, compilation
-from jaxinfer.presets import PRESETS
-from jaxinfer.weights import size_in_bytes
-from meshes import build_mesh
-from scripts.step_timing import StepBench
+from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.engine import step
+from pallas_kernels.target import Target
 from tests import tiny
 
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "goldens"
+SMALL = ModelConfig(
+    family="llama", vocab_size=1000, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=4, head_dim=128,
+    mlp_size=2048, max_position=1024, rope=RopeConfig(),
+)  # fmt: skip
 CASES = ("llama", "llama_yarn", "mistral_window", "qwen2", "qwen3")
-BATCHES = (1, 32, 128)
-CONTEXT, PREFILL, STEPS = 640, 2048, 50
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a chat checkpoint to ask for the capital of France")
     parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument("--skip-speed", action="store_true", help="correctness only")
     args = parser.parse_args()
     device = jax.devices()[0]
     results: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__}
     print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
     results["parity"] = {name: check_parity(name) for name in CASES}
+    cases = [("auto", None), ("int8", None), ("fp8", None), ("auto", "int8"), ("auto", "int4"), ("fp8", "fp8")]
+    results["kernels"] = {f"{cache} {weights}": check_kernels(cache, weights) for cache, weights in cases}
     if args.model:
         results["answer"] = check_answer(args.model)
-    if not args.skip_speed:
-        results["steps"] = time_steps()
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 
@@ -77,6 +74,40 @@ def check_parity(name: str) -> float:
     return difference
 
 
+def check_kernels(cache_dtype: str, quantization: str | None) -> float:
+    """The same bfloat16 model on kernels and on XLA: the mean difference of a log-probability; exits if it is off."""
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_cache_dtype": cache_dtype,
+        "quantization": quantization,
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "num_pages": 64,
+        "warm_up": False,
+        "progress": False,
+    }
+    prompts = [{"prompt_token_ids": np.random.default_rng(n).integers(0, 1000, n).tolist()} for n in (300, 65, 3)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, prompt_logprobs=-1, logprobs=-1)
+    kernels = LLM(SMALL, **settings)
+    with unittest.mock.patch.object(step, "target_of", return_value=Target("gpu")):
+        xla = LLM(SMALL, **settings)
+        wanted = xla.generate(prompts, params)
+    got = kernels.generate(prompts, params)
+    differences = []
+    for one, other in zip(got, wanted, strict=True):
+        differences.append(np.abs(one.prompt_logprobs - other.prompt_logprobs).mean())
+        # Once a token differs, so does all that follows.
+        same = np.cumprod(np.array(one.outputs[0].token_ids) == other.outputs[0].token_ids)
+        rows = 1 + int(same.sum()) if same.sum() < len(same) else len(same)
+        differences.append(np.abs(one.outputs[0].logprobs[:rows] - other.outputs[0].logprobs[:rows]).mean())
+    difference = float(np.max(differences))
+    print(f"kernels, cache {cache_dtype}, weights {quantization}: mean difference {difference:.1e}", flush=True)
+    if not difference < 0.05:
+        sys.exit("the kernels differ from XLA")
+    return difference
+
+
 def check_answer(model: str) -> str:
     llm = LLM(model, max_model_len=1024, max_num_seqs=1, warm_up=False)
     question = [{"role": "user", "content": "What is the capital of France?"}]
@@ -84,41 +115,6 @@ def check_answer(model: str) -> str:
     answer = output.outputs[0].text
     print(f"answer: {answer!r} ({output.outputs[0].finish_reason})", flush=True)
     return answer
-
-
-def time_steps() -> list[dict[str, float | str]]:
-    config = PRESETS["llama-3-8b"]
-    bench = StepBench(config, build_mesh(), max(BATCHES), CONTEXT)
-    start = time.perf_counter()
-    batches = {size: bench.decode_batch(size) for size in BATCHES}
-    prefill = bench.prefill_batch(PREFILL)
-    bench.runner.compile([batch.shape for batch in (*batches.values(), prefill)])
-    print(f"compiled {len(batches) + 1} shapes in {time.perf_counter() - start:.0f} s", flush=True)
-    weights, rows = size_in_bytes(bench.weights) / 1e9, list[dict[str, float | str]]()
-    for size, batch in batches.items():
-        timed = bench.time(batch, STEPS)
-        kv = size * CONTEXT * config.kv_elements_per_token() * 2 / 1e9
-        print(
-            f"decode, batch {size}: {timed.step_ms:.2f} ms a step (host {timed.host_ms:.2f}), "
-            f"{size / timed.step_ms * 1e3:.0f} tok/s, {(weights + kv) / timed.step_ms * 1e3:.0f} GB/s",
-            flush=True,
-        )
-        kernels = by_kind(bench.profile(batch))
-        print("    kernels: " + ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in kernels.items()), flush=True)
-        name = f"decode, batch {size}"
-        rows.append({"step": name, **dataclasses.asdict(timed), "weights_gb": weights, "kv_gb": kv, **kernels})
-    timed = bench.time(prefill, STEPS // 5)
-    print(f"prefill of {PREFILL}: {timed.step_ms:.1f} ms, {PREFILL / timed.step_ms * 1e3:.0f} tok/s", flush=True)
-    return [*rows, {"step": f"prefill {PREFILL}", **dataclasses.asdict(timed)}]
-
-
-def by_kind(kernels: dict[str, float]) -> dict[str, float]:
-    """Milliseconds by what kernels do; XLA's and cuBLAS's names tell."""
-    kinds = {"matrix products": 0.0, "page gathers": 0.0, "other": 0.0}
-    for name, ms in kernels.items():
-        product = any(word in name for word in ("gemm", "nvjet", "cutlass", "dot"))
-        kinds["matrix products" if product else "page gathers" if "gather_select" in name else "other"] += ms
-    return kinds
 
 
 if __name__ == "__main__":

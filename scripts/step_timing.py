@@ -8,15 +8,16 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, Quantization
 from jaxinfer.engine import cache
-from jaxinfer.engine.batch import Batch, BatchBuilder
+from jaxinfer.engine.batch import KERNEL_WIDTHS, Batch, BatchBuilder
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduled
 from jaxinfer.engine.step import State, StepRunner
@@ -26,6 +27,7 @@ from jaxinfer.weights import random_weights
 from meshes import sharding
 
 PAGE_SIZE = 64
+DTYPE = jnp.dtype(jnp.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -37,21 +39,34 @@ class StepTime:
 
 
 class StepBench:
-    """Random bfloat16 weights and an empty cache on a mesh, ready to time batches."""
+    """Random bfloat16 or quantized weights and an empty cache on a mesh, ready to time batches."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, max_batch: int, context: int, prefill_tokens: int = 2048):
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        max_batch: int,
+        context: int,
+        prefill_tokens: int = 2048,
+        quantization: Quantization | None = None,
+        cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
+    ):
         """context: tokens in the cache of each decoding sequence."""
         self.context = context
         self.config = for_tensor_parallel(config, mesh.shape["tensor"])
-        self.weights = jax.block_until_ready(random_weights(self.config, jnp.dtype(jnp.bfloat16), mesh))
+        self.weights = jax.block_until_ready(random_weights(self.config, DTYPE, mesh, quantization=quantization))
         engine = EngineConfig(
             max_model_len=config.max_position, max_num_seqs=max_batch, max_num_batched_tokens=prefill_tokens,
-            cache=CacheConfig(PAGE_SIZE),
+            cache=CacheConfig(PAGE_SIZE, dtype=cache_dtype),
         )  # fmt: skip
-        self.builder = BatchBuilder(engine, groups=1, data_dependent=False)
+        self.builder = BatchBuilder(engine, groups=1, data_dependent=False, widths=KERNEL_WIDTHS)
         self.runner = StepRunner(self.config, self.weights, mesh)
-        pages = max(max_batch * -(-context // PAGE_SIZE), prefill_tokens // PAGE_SIZE)
-        abstract = cache.abstract_cache(self.config, (pages,), PAGE_SIZE, jnp.dtype(jnp.bfloat16), mesh)
+        self.page_size, self.num_pages = (
+            PAGE_SIZE,
+            max(max_batch * -(-context // PAGE_SIZE), prefill_tokens // PAGE_SIZE),
+        )
+        stored = cache.stored_dtype(cache_dtype, DTYPE)
+        abstract = cache.abstract_cache(self.config, (self.num_pages,), PAGE_SIZE, stored, mesh)
         last_ids = jax.device_put(jnp.zeros(max_batch, jnp.int32), sharding(mesh))
         self.runner.state = State(cache.allocate(abstract), last_ids)
 
@@ -76,8 +91,8 @@ class StepBench:
         jax.block_until_ready(outputs)
         return StepTime((time.perf_counter() - start) / steps * 1e3, host * 1e3)
 
-    def profile(self, batch: Batch, steps: int = 3) -> dict[str, float]:
-        """Kernel → milliseconds a step takes in it on the first GPU.
+    def profile(self, batch: Batch, steps: int = 3) -> dict[str, tuple[float, float]]:
+        """Kernel → milliseconds a step takes in it on the first GPU, and launches.
 
         Of a program without CUDA graphs, whose kernels the profiler sees one by one. Numbers in names are left out, so
         that the kernels of all layers add up.
@@ -95,12 +110,15 @@ class StepBench:
             profile = jax.profiler.ProfileData.from_file(str(file))
         self.runner.state = state
         times: Counter[str] = Counter()
+        launches: Counter[str] = Counter()
         for plane in profile.planes:
             if plane.name == "/device:GPU:0":
                 for line in plane.lines:
                     for event in line.events if line.name.startswith("Stream") else ():
-                        times[re.sub(r"[\d_.]+", "_", event.name)] += event.duration_ns / 1e6 / steps
-        return dict(times)
+                        name = re.sub(r"[\d_.]+", "_", event.name)
+                        times[name] += event.duration_ns / 1e6 / steps
+                        launches[name] += 1 / steps
+        return {name: (times[name], launches[name]) for name in times}
 
 
 def _part(slot: int, pages: list[int], start: int, count: int) -> Scheduled:
