@@ -20,6 +20,7 @@ from pallas_kernels.kv_pages import LARGEST
 F32 = jnp.float32
 AT_ONCE = 4
 """Tokens not in a row whose values are loaded together."""
+SMALLEST = 1e-30
 type Refs = dict[str, Any]
 """By name: the arguments of the kernel, in GPU memory."""
 type Pieces = list[jax.Array]
@@ -168,7 +169,8 @@ def quantized(x: Pieces, layout: Layout, axis: int, dtype: jnp.dtype) -> tuple[j
     for piece in x[1:]:
         peak = jnp.maximum(peak, jnp.abs(piece).max(axis=axis))
     scale = peak / LARGEST[dtype.name]
-    inverse = 1.0 / jnp.where(scale == 0.0, jnp.ones_like(scale), scale)  # a division for each value takes longer
+    # A division for each value would take longer; so small a scale has no inverse, and what it scales is stored as 0.
+    inverse = 1.0 / jnp.where(scale < SMALLEST, jnp.ones_like(scale), scale)
     dims = tuple(d for d in range(3) if d != axis)
     x = [piece * broadcast(inverse, piece.shape, dims, layout) for piece in x]
     return scale, [jnp.round(piece).astype(jnp.int32) for piece in x] if dtype == jnp.int8 else x

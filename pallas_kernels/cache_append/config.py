@@ -14,11 +14,12 @@ type Layout = Any
 
 WARPS, LANES = 4, 32
 VALUES_PER_THREAD = 64
-"""Of one block; more would not fit in registers beside what is computed from them."""
-
-
-GROUP = 16
-"""Tokens whose transposed values are written together: a run of that many bytes for each dimension."""
+"""Of one block of many tokens; more would not fit in registers beside what is computed from them."""
+FEW_VALUES_PER_THREAD = 16
+"""Of one block of few tokens: more blocks fill the GPU, and each is done sooner."""
+GROUP = 8
+"""Tokens whose transposed values are written together: a run of that many bytes for each dimension. Of prompts that do
+not start with a page, more of the larger groups lie across two: 16 and 32 take longer."""
 MANY_TOKENS = 257
 """More than decoding takes at once: prompts are among them, whose tokens follow each other in their pages."""
 
@@ -35,7 +36,7 @@ class Config:
 
 def choose(tokens: int, kv_heads: int, q_per_kv: int, head_dim: int) -> Config:
     """What was fastest on an H200."""
-    most = VALUES_PER_THREAD if tokens >= MANY_TOKENS else VALUES_PER_THREAD // 4
+    most = VALUES_PER_THREAD if tokens >= MANY_TOKENS else FEW_VALUES_PER_THREAD
     fits = most * WARPS * LANES // ((q_per_kv + 2) * head_dim)
     heads = max(heads for heads in range(1, kv_heads + 1) if kv_heads % heads == 0 and heads <= max(1, fits))
     return Config(heads, values_apart=tokens >= MANY_TOKENS)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pallas_kernels.cache_append import cache_append, config, reference
 from pallas_kernels.kv_pages import KVPages, abstract_pages
-from pallas_kernels.target import CPU, H200
+from pallas_kernels.target import CPU, GPUS, H200
 from tests.pallas_kernels.interpreter import interpreter
 from tests.pallas_kernels.paged_cases import fill, normal
 
@@ -186,7 +186,7 @@ def test_mosaic_equals_the_reference(name):
 
 @pytest.mark.parametrize("cache", [np.int8, ml_dtypes.float8_e4m3fn, jnp.bfloat16])
 def test_values_of_long_prompts(cache, monkeypatch):
-    """Groups of 16 tokens: in a row, across two pages with one dropped, and what is left over."""
+    """Groups of 8 tokens: in a row, with one dropped, across two pages, and what is left over."""
     monkeypatch.setattr(config, "MANY_TOKENS", 1)
     case = make(64, 1, 1, 32, tokens=35, num_pages=3, cache=cache, v_transposed=True, dtype=jnp.bfloat16)
     positions = np.arange(3, 38, dtype=np.int32)
@@ -326,3 +326,16 @@ def test_half_a_rotation_is_refused():
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="cache_append has no implementation 'cuda'; it has: mosaic, xla"):
         cache_append(*make().arrays, implementation="cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": CPU}, "needs an NVIDIA GPU of compute capability 9.0 or more, and this is a CPU"),
+        ({"target": GPUS["a100"]}, "needs an NVIDIA GPU of compute capability 9.0 or more, and this is compute cap"),
+        ({"target": GPUS["b200"], "interleaved": True}, "turns halves of a head, not neighbouring dimensions"),
+    ],
+)
+def test_the_kernel_is_refused_where_it_cannot_run(options, message):
+    with pytest.raises(ValueError, match=message):
+        cache_append(*make().arrays, **options, implementation="mosaic")
