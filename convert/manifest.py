@@ -11,7 +11,7 @@ from jaxinfer.config import ModelConfig, Quantization
 
 FILE_NAME = "jaxinfer.json"
 FORMAT_VERSION = 2
-"""Raised when the canonical shapes, or the layout of the folder, change. 2: quantized weights."""
+"""Raised when canonical shapes, the order of packed int4 or the layout of the folder change. 2: quantized weights."""
 
 
 @dataclass(frozen=True)
