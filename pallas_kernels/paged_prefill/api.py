@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import choice, tiles
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.paged_prefill import xla
+from pallas_kernels.paged_prefill import config, kernel, xla
+from pallas_kernels.paged_prefill.plan import Plan, make_plan
 from pallas_kernels.target import CPU, Target
+
+PAGE_SIZES = (16, 32, 64, 128)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
 def paged_prefill(
@@ -23,7 +28,7 @@ def paged_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    plan: Any = None,
+    plan: Plan | None = None,
     target: Target = CPU,
     implementation: choice.Implementation = None,
     interpret: Any = None,
@@ -36,6 +41,8 @@ def paged_prefill(
     included; soft_cap: scores become soft_cap * tanh(score / soft_cap); sinks: [kv_heads, q_per_kv] f32, per query head
     the score of one more key whose value is zero. Returns the shape of q, zero for rows of no sequence. Slots past a
     length, and pages of no sequence, may hold anything.
+    plan: of `make_plan` with these tokens, query_start and lengths, which the layers of a step share; None: made here.
+    interpret: for the kernel, an InterpretGPUParams to run it on any machine.
     Raises ValueError if shapes disagree.
     """
     pages.check()
@@ -46,16 +53,28 @@ def paged_prefill(
     if sinks is not None:
         choice.check_shape("sinks", sinks, (pages.kv_heads, q_per_kv))
     choice.check_window(window)
-    choice.resolve("paged_prefill", implementation, target.lacks_hopper() or "it has no kernel yet")
-    return xla.paged_prefill(
-        q,
-        pages,
-        block_tables,
-        query_start,
-        lengths,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        tiles=tiles.for_platform(target.platform),
-    )
+    chosen = choice.resolve("paged_prefill", implementation, obstacle(q, pages, target))
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    if chosen == "xla":
+        sizes = tiles.for_platform(target.platform)
+        return xla.paged_prefill(q, pages, block_tables, query_start, lengths, **options, tiles=sizes)
+    plan = plan or make_plan(query_start, lengths, tokens=q.shape[0], q_per_kv=q_per_kv)
+    options |= {"config": config.choose(q_per_kv, pages.head_dim, pages.dtype), "cores": target.cores}
+    return kernel.paged_prefill(q, pages, block_tables, plan, **options, interpret=interpret)
+
+
+def obstacle(q: jax.Array, pages: KVPages, target: Target) -> str | None:
+    """Why the kernel cannot run; None if it can, and then it wins."""
+    if reason := target.lacks_hopper():
+        return reason
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q is {q.dtype.name}, and matrix units take bfloat16 or float16"
+    if not pages.quantized and pages.dtype != q.dtype:
+        return f"the cache is {pages.dtype.name} and q is {q.dtype.name}"
+    if pages.quantized and not pages.v_transposed:
+        return "the 8-bit values have head_dim innermost, and the kernel reads them with their tokens innermost"
+    if pages.page_size not in PAGE_SIZES:
+        return f"a page holds {pages.page_size} tokens, and the kernel reads pages of {PAGE_SIZES}"
+    if pages.head_dim not in HEAD_DIMS:
+        return f"head_dim is {pages.head_dim}, and the kernel is built for {HEAD_DIMS}"
+    return None

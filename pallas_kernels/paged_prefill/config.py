@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
 
 ROWS = 64
 """Query rows of a warpgroup: what one matrix instruction takes."""
@@ -22,11 +25,9 @@ class Config:
     """Steps that are loaded or in use at once."""
     share_output: bool
     """Whether results leave through the queries' memory: less of it, but the next queries wait."""
-    pingpong: bool = True
-    """Whether one warpgroup's softmax runs strictly during the other's products."""
     consumer_registers: int = 232
     """A thread; 2 consumers and the producer have 512 together."""
-    producer_registers: int = 40
+    producer_registers: int = 48
     blocks_per_core: int = 1
     """0: a block for every tile, scheduled by the hardware."""
 
@@ -46,9 +47,10 @@ def tile_heads(q_per_kv: int) -> int:
     return min(q_per_kv & -q_per_kv, 16)
 
 
-def choose(q_per_kv: int, head_dim: int) -> Config:
+def choose(q_per_kv: int, head_dim: int, cache_dtype: Any) -> Config:
     """What an H200 runs fastest, within its 227 KB of shared memory a block."""
     heads = tile_heads(q_per_kv)
-    if head_dim <= 128:
-        return Config(heads=heads, keys=128, stages=2, share_output=False)
-    return Config(heads=heads, keys=64, stages=2, share_output=head_dim > 192)
+    keys = 128 if head_dim <= 128 else 64
+    if jnp.dtype(cache_dtype).itemsize == 1:  # the producer widens: it needs registers, and memory for what it widens
+        return Config(heads, keys, stages=2, share_output=True, consumer_registers=216, producer_registers=80)
+    return Config(heads, keys, stages=2, share_output=head_dim > 192)

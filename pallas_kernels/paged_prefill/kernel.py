@@ -1,9 +1,10 @@
 """paged_prefill for Hopper: one warpgroup loads, two compute, after FlashAttention-3 (Shah et al. 2024).
 
 A tile is up to 128 query rows of one kv head: some tokens, and those of its query heads that share loads. Each consumer
-warpgroup takes half of a tile's rows through all its keys, a step of 64 or 128 at a time; while one is in its softmax,
-the other has the matrix unit. A block stays on its core and works through tiles of falling length, so that a tile's
-first loads and its predecessor's last products overlap. Pages come by the copy engine, a page a copy.
+warpgroup takes half of a tile's rows through all its keys, a step of 64 or 128 at a time; the softmax of a step runs
+during the product of the step before with its values. A block stays on its core and works through tiles of falling
+length, so that a tile's first loads and its predecessor's last products overlap. Pages come by the copy engine, a page
+a copy; those of an 8-bit cache are widened by the loading warpgroup.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def paged_prefill(
         head_dim=head_dim,
         page_size=pages.page_size,
         dtype=q.dtype,
+        cache_dtype=pages.dtype,
         scale=scale,
         window=window,
         soft_cap=soft_cap,
@@ -60,6 +62,8 @@ def paged_prefill(
     if shapes.interpreted:  # the copy engine reads past the end of an array, the interpreter does not
         q = jnp.pad(q, ((0, config.tile_tokens), (0, 0), (0, 0)))
     inputs = {"q": q, "k": pages.k, "v": pages.v, "table": block_tables, "tiles": plan.tiles, "count": plan.count}
+    if pages.quantized:
+        inputs |= {"k_scales": pages.k_scales, "v_scales": pages.v_scales}
     if sinks is not None:
         inputs["sinks"] = sinks.reshape(-1).astype(jnp.float32)
 

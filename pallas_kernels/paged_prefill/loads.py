@@ -11,21 +11,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_prefill.config import CONSUMERS, ROWS
+from pallas_kernels.paged_prefill.pages import copies, live
 from pallas_kernels.paged_prefill.shapes import Shapes
 from pallas_kernels.paged_prefill.tiles import Tile, for_each_tile
+from pallas_kernels.paged_prefill.widen import fetch, widen_keys, widen_values
 
 
 def produce(shapes: Shapes, refs: Any, memory: Any) -> None:
     """Load what the consumers of this block need, in the order in which they need it."""
 
+    keys, values = (widen_keys, widen_values) if shapes.quantized else (load_keys, load_values)
+
     def tile(tile: Tile, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         loaded, tiles = carry  # steps, and tiles that see a key, so far
         first, _, _, end = tile.steps(shapes)
+        if shapes.quantized:
+            pl.when(end > first)(lambda: fetch(shapes, refs, memory, tile, first))
 
         def step(j: jax.Array, loaded: jax.Array) -> jax.Array:
             slot = lax.rem(loaded, shapes.config.stages)
             pl.when(loaded >= shapes.config.stages)(lambda: plgpu.barrier_wait(memory["k_free"].at[slot]))
-            load_keys(shapes, refs, memory, tile, j, slot)
+            keys(shapes, refs, memory, tile, j, slot)
 
             @pl.when(j == first)
             def _() -> None:
@@ -33,7 +39,7 @@ def produce(shapes: Shapes, refs: Any, memory: Any) -> None:
                 load_queries(shapes, refs, memory, tile)
 
             pl.when(loaded >= shapes.config.stages)(lambda: plgpu.barrier_wait(memory["v_free"].at[slot]))
-            load_values(shapes, refs, memory, tile, j, slot)
+            values(shapes, refs, memory, tile, j, slot)
             return loaded + 1
 
         return lax.fori_loop(first, end, step, loaded), tiles + (end > first).astype(jnp.int32)
@@ -67,26 +73,10 @@ def load_queries(shapes: Shapes, refs: Any, memory: Any, tile: Tile) -> None:
             plgpu.copy_gmem_to_smem(source, shapes.copied(memory["q"]).at[slab, group], memory["q_full"])
 
 
-def pages(shapes: Shapes, refs: Any, tile: Tile, j: jax.Array) -> Any:
-    """(rows of the step, page, rows of the page) of each copy of step j.
-
-    Pages before the first visible one, and after the last, may be anyone's: one of the sequence's own is read instead.
-    """
-    page_size, size = shapes.page_size, shapes.copy_keys
-    low, high = lax.div(tile.first_key(shapes.window), page_size), lax.div(tile.end - 1, page_size)
-    for copy in range(shapes.copies):
-        key = j * shapes.config.keys + copy * size
-        index = jnp.minimum(jnp.maximum(lax.div(key, page_size), low), high)
-        offset = pl.multiple_of(lax.rem(key, page_size), size) if size < page_size else 0
-        yield pl.ds(copy * size, size), refs["table"][tile.sequence, index], pl.ds(offset, size)
-
-
 def load_keys(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array, slot: jax.Array) -> None:
     head = lax.div(tile.head, shapes.q_per_kv)
-    for rows, page, offset in pages(shapes, refs, tile, j):
-        plgpu.copy_gmem_to_smem(
-            refs["k"].at[page, head, offset], memory["k"].at[slot, rows], memory["k_full"].at[slot]
-        )
+    for rows, page, offset in copies(shapes, refs, tile, j):
+        plgpu.copy_gmem_to_smem(refs["k"].at[page, head, offset], memory["k"].at[slot, rows], memory["k_full"].at[slot])
 
 
 def load_values(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array, slot: jax.Array) -> None:
@@ -95,7 +85,7 @@ def load_values(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array
     values, full = memory["v"].at[slot], memory["v_full"].at[slot]
 
     def copy(barrier: Any) -> None:
-        for rows, page, offset in pages(shapes, refs, tile, j):
+        for rows, page, offset in copies(shapes, refs, tile, j):
             plgpu.copy_gmem_to_smem(refs["v"].at[page, head, offset], values.at[rows], barrier)
 
     whole = (j + 1) * keys <= tile.length
@@ -105,8 +95,7 @@ def load_values(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array
     def _() -> None:
         copy(memory["v_dirty"])
         plgpu.barrier_wait(memory["v_dirty"])
-        first_page = lax.div(tile.first_key(shapes.window), shapes.page_size)
-        clear(shapes, values, first_page * shapes.page_size - j * keys, tile.length - j * keys)
+        clear(shapes, values, *live(shapes, tile, j))
         for _ in range(shapes.copies):
             plgpu.barrier_arrive(full)
 

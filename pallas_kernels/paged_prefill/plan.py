@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_prefill.config import CONSUMERS, ROWS, tile_heads
+
 FIELDS = 5
 """Of a tile: sequence, first row of the batch, position of that row, rows (tokens), tokens in the sequence's cache."""
 
@@ -25,9 +27,12 @@ class Plan:
     tile_tokens: int
 
 
-def make_plan(query_start: jax.Array, lengths: jax.Array, *, tokens: int, tile_tokens: int) -> Plan:
-    """The plan of `tokens` query rows. query_start: [batch + 1] i32; lengths: [batch] i32, tokens in the cache."""
-    batch = lengths.shape[0]
+def make_plan(query_start: jax.Array, lengths: jax.Array, *, tokens: int, q_per_kv: int) -> Plan:
+    """The plan of a step of `tokens` query rows, for the kernel. Made once a step, on the device.
+
+    query_start: [batch + 1] i32; lengths: [batch] i32, tokens in the cache; q_per_kv: query heads of a kv head.
+    """
+    batch, tile_tokens = lengths.shape[0], CONSUMERS * ROWS // tile_heads(q_per_kv)
     most = tokens // tile_tokens + batch + 1
     # Rows past the last sequence belong to one more, whose cache is empty.
     starts = query_start.astype(jnp.int32)
@@ -36,7 +41,7 @@ def make_plan(query_start: jax.Array, lengths: jax.Array, *, tokens: int, tile_t
 
     ends = jnp.cumsum((counts + tile_tokens - 1) // tile_tokens)
     number = jnp.arange(most, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(ends, number, side="right"), batch).astype(jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, number, side="right", method="compare_all"), batch).astype(jnp.int32)
     tiles_before = jnp.where(sequence == 0, 0, ends[sequence - 1])
     at = (number - tiles_before) * tile_tokens
     rows = jnp.minimum(counts[sequence] - at, tile_tokens)

@@ -6,12 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import swizzled
 from pallas_kernels.paged_prefill.config import CONSUMERS, ROWS, Config
+
+SMALLEST_SWIZZLE = 32
+"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Shapes:
     page_size: int
     dtype: Any
     """Of queries, results and what the matrix unit multiplies."""
+    cache_dtype: Any
     scale: float
     window: int | None
     soft_cap: float | None
@@ -54,6 +59,16 @@ class Shapes:
     def copies(self) -> int:
         """Copies that fill the keys, or the values, of a step."""
         return self.config.keys // self.copy_keys
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the cache is in 8 bits, with scales, values with their tokens innermost."""
+        return jnp.dtype(self.cache_dtype).itemsize == 1
+
+    @property
+    def value_rows(self) -> int:
+        """Of a page of values whose rows are dimensions: whole warpgroups' worth, the last ones unused."""
+        return pl.cdiv(self.head_dim, ROWS) * ROWS
 
     @property
     def head_groups(self) -> int:
@@ -86,16 +101,17 @@ class Shapes:
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers."""
-        config = self.config
-        ring = plgpu.SMEM(
-            (config.stages, config.keys, self.head_dim), self.dtype, transforms=swizzled(self.dtype, self.head_dim)
-        )
-        loaded = plgpu.Barrier(num_arrivals=self.copies, num_barriers=config.stages)
+        config, keys = self.config, self.config.keys
+        keys_ring = (config.stages, keys, self.head_dim)
+        values_ring = keys_ring
+        if self.quantized:
+            values_ring = (config.stages * self.copies, self.value_rows, self.copy_keys)
+        loaded = plgpu.Barrier(num_arrivals=1 if self.quantized else self.copies, num_barriers=config.stages)
         used = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=config.stages)
         memory = {
             "q": self.row_tiles(),
-            "k": ring,
-            "v": ring,
+            "k": tile(self.dtype, keys_ring),
+            "v": tile(self.dtype, values_ring),
             "q_full": plgpu.Barrier(num_arrivals=self.slabs * CONSUMERS),
             "q_free": plgpu.Barrier(num_arrivals=CONSUMERS),
             "k_full": loaded,
@@ -103,10 +119,35 @@ class Shapes:
             "v_full": loaded,
             "v_free": used,
             "v_dirty": plgpu.Barrier(num_arrivals=self.copies),
-            "turn": plgpu.Barrier(num_arrivals=CONSUMERS),
         }
-        return memory if config.share_output else memory | {"out": self.row_tiles()}
+        if not config.share_output:
+            memory["out"] = self.row_tiles()
+        if self.quantized:
+            memory |= {
+                "k8": tile(self.cache_dtype, keys_ring[1:], self.slab),
+                "v8": tile(self.cache_dtype, (self.copies, *values_ring[1:])),
+                "k_scales": plgpu.SMEM((keys,), jnp.float32),
+                "v_scales": plgpu.SMEM((self.copies, self.copy_keys), jnp.float32),
+                "k8_full": plgpu.Barrier(num_arrivals=2 * self.copies),
+                "v8_full": plgpu.Barrier(num_arrivals=2 * self.copies),
+            }
+        return memory
+
+    def values(self, ring: Any, slot: jax.Array) -> list[Any]:
+        """A step's values in pieces: [keys, head_dim], or, of an 8-bit cache, [head_dim, keys of a copy] each."""
+        if not self.quantized:
+            return [ring.at[slot]]
+        # Indices that depend on nothing traced cannot enter a run_state.
+        return [ring.at[slot * self.copies + copy, : self.head_dim] for copy in range(self.copies)]
 
     def columns(self, slab: int) -> pl.Slice:
         """Of head_dim, those of one slab."""
         return pl.ds(slab * self.slab, self.slab)
+
+
+def tile(dtype: Any, shape: tuple[int, ...], columns: int | None = None) -> Any:
+    """Shared memory of tiles that lie in the last two dimensions; columns: what it is read in pieces of."""
+    columns = columns or shape[-1]
+    if columns * jnp.dtype(dtype).itemsize % SMALLEST_SWIZZLE:  # lines of 16 bytes stay as they are
+        return plgpu.SMEM(shape, dtype)
+    return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, columns))

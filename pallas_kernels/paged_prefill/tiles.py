@@ -12,6 +12,9 @@ from jax import lax
 from pallas_kernels.paged_prefill.plan import FIELDS
 from pallas_kernels.paged_prefill.shapes import Shapes
 
+UNLIMITED = 1 << 30
+"""A window longer than any sequence."""
+
 
 class Tile(NamedTuple):
     """Scalars i32."""
@@ -34,7 +37,7 @@ class Tile(NamedTuple):
 
     def first_key(self, window: int | None) -> jax.Array:
         """The first its rows see."""
-        return jnp.int32(0) if window is None else jnp.maximum(self.position - (window - 1), 0)
+        return jnp.maximum(self.position - ((window or UNLIMITED) - 1), 0)
 
     def steps(self, shapes: Shapes) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Steps first <= a <= b <= end over the keys; in those from a to b every row sees every key."""
