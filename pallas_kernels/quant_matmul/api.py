@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import choice
 from pallas_kernels.formats import QuantizedArray
-from pallas_kernels.quant_matmul import xla
+from pallas_kernels.quant_matmul import config, kernel, xla
 from pallas_kernels.target import CPU, Target
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -45,10 +46,13 @@ def quant_matmul(
             "format: quantize the weight so, or pass activations=None"
         )
     flat = _flat(weight)
-    out_dtype = x.dtype if out_dtype is None else out_dtype
-    obstacle = _obstacle(x, flat, activations, target)
-    choice.resolve("quant_matmul", implementation, obstacle)
-    if activations is not None:
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    cut = config.choose(x.shape[0], flat, out_dtype.itemsize, target)
+    obstacle = _obstacle(x, flat, activations, target, cut)
+    if choice.resolve("quant_matmul", implementation, obstacle) == "mosaic":
+        assert cut is not None
+        out = kernel.quant_matmul(x, flat, out_dtype, cut, interpret=interpret)
+    elif activations is not None:
         out = xla.quant_matmul_8bit(x, flat, out_dtype)
     else:
         out = xla.quant_matmul(x, flat, out_dtype, platform=target.platform)
@@ -70,8 +74,20 @@ def _flat(weight: QuantizedArray) -> QuantizedArray:
     )
 
 
-def _obstacle(x: jax.Array, weight: QuantizedArray, activations: str | None, target: Target) -> str | None:
+def _obstacle(
+    x: jax.Array, weight: QuantizedArray, activations: str | None, target: Target, cut: config.Config | None
+) -> str | None:
     """Why the kernel cannot run, or does not win, here; None if it does."""
     if activations is not None:
-        return "8-bit activations go to XLA's matmul"
-    return target.lacks_hopper() or "not yet"
+        return "8-bit activations are XLA's matmul"
+    if (lack := target.lacks_hopper()) is not None:
+        return lack
+    if x.dtype == jnp.float32:
+        return "it multiplies bfloat16 and float16, and x is float32"
+    if weight.format == "int4" and weight.scales.dtype != x.dtype:
+        return f"it takes int4 scales in x's dtype, {x.dtype}, and these are {weight.scales.dtype}"
+    if x.shape[0] == 0:
+        return "x has no rows"
+    if cut is None:
+        return f"it cannot be cut for {weight.inputs} inputs and {weight.outputs[0]} outputs of {weight.format}"
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats import dequantize, quantize
-from pallas_kernels.quant_matmul import quant_matmul, reference, xla
+from pallas_kernels.quant_matmul import kernel, quant_matmul, reference, xla
+from pallas_kernels.quant_matmul.config import Config, choose
 from pallas_kernels.target import CPU, H200
+from tests.pallas_kernels.interpreter import interpreter
 
 TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Of the typical size of an output; covers its rounding where it is four times that."""
@@ -106,6 +109,71 @@ def test_activations_in_8_bits(format, dtype):
     exact = want_of(x, weight)
     error = np.linalg.norm(want - exact) / np.linalg.norm(exact)
     assert 1e-3 < error < (0.01 if format == "int8" else 0.04)
+
+
+CUTS = [
+    # rows of x in a tile, consumers, depth, stages, blocks, split, height; rows, inputs, outputs
+    ("int8", {}, "bfloat16", Config(8, 2, 64, 3, 2), (5, 256, 384)),
+    ("int8", {}, "float16", Config(8, 2, 256, 2, 2, height=40), (20, 768, 200)),
+    ("int8", {}, "bfloat16", Config(8, 2, 64, 3, 8, split=4, height=48), (8, 768, 192)),
+    ("int8", {}, "bfloat16", Config(16, 1, 64, 4, 3), (150, 128, 128)),
+    ("fp8", {}, "bfloat16", Config(16, 1, 128, 2, 2), (1, 128, 192)),
+    ("fp8", {}, "float16", Config(128, 2, 64, 2, 4), (200, 128, 128)),
+    ("int4", {"group_size": 32, "symmetric": False}, "bfloat16", Config(8, 1, 128, 2, 2), (8, 640, 128)),
+    ("int4", {"group_size": 64}, "float16", Config(8, 1, 128, 2, 2), (1, 640, 64)),
+    ("int4", {"group_size": 128}, "bfloat16", Config(8, 2, 512, 2, 2), (3, 2560, 320)),
+    ("int4", {"group_size": 32, "symmetric": False}, "float16", Config(16, 1, 64, 3, 4, split=2), (16, 1024, 192)),
+]
+
+
+@pytest.mark.parametrize(("format", "options", "dtype", "config", "shape"), CUTS)
+def test_the_kernel_equals_the_reference_and_has_no_races(format, options, dtype, config, shape):
+    x, weight = make(*shape, format, dtype, **options)
+    with interpreter() as interpret:
+        run = functools.partial(kernel.quant_matmul, out_dtype=x.dtype, config=config, interpret=interpret)
+        got = jax.block_until_ready(jax.jit(run)(x, weight))
+    assert got.dtype == x.dtype
+    assert_equal(got, x, weight)
+
+
+@pytest.mark.parametrize(
+    ("format", "rows", "outputs"), [("int8", 3, (3, 56)), ("fp8", 17, (144,)), ("int4", 2, (2, 64))]
+)
+def test_the_kernel_as_it_is_chosen(format, rows, outputs):
+    x, weight = make(rows, 1024, outputs, format, "bfloat16")
+    with interpreter() as interpret:
+        got = quant_matmul(
+            x, weight, out_dtype=jnp.float32, target=H200, implementation="mosaic", interpret=interpret
+        ).block_until_ready()
+    assert got.dtype == jnp.float32
+    assert_equal(got, x, weight)
+
+
+def test_why_the_kernel_does_not_run():
+    x, weight = make(2, 128, 100, "int8", "bfloat16")
+    run = functools.partial(quant_matmul, target=H200, implementation="mosaic")
+    with pytest.raises(ValueError, match=r"it cannot be cut for 128 inputs and 100 outputs of int8"):
+        run(x, weight)
+    with pytest.raises(ValueError, match=r"it multiplies bfloat16 and float16, and x is float32"):
+        run(x.astype(jnp.float32), weight)
+    with pytest.raises(ValueError, match=r"8-bit activations are XLA's matmul"):
+        run(x, weight, activations="int8")
+    with pytest.raises(ValueError, match=r"x has no rows"):
+        run(x[:0], weight)
+    x, weight = make(2, 1024, 64, "int4", "bfloat16")
+    with pytest.raises(ValueError, match=r"int4 scales in x's dtype, float16, and these are bfloat16"):
+        run(x.astype(jnp.float16), weight)
+
+
+def test_tiles_spread_over_the_whole_gpu():
+    """At most 6 % of the GPU idles in the projections of Llama-3-8B."""
+    for inputs, outputs in ((4096, 4096), (4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256)):
+        weight = jax.eval_shape(
+            functools.partial(quantize, format="int8"), jax.ShapeDtypeStruct((inputs, outputs), jnp.bfloat16)
+        )
+        cut = choose(1, weight, 2, H200)
+        turns = math.ceil(math.ceil(outputs / cut.height / cut.consumers) / (132 // cut.split))
+        assert turns * cut.consumers * cut.height * inputs // cut.split <= inputs * outputs / 132 / 0.94
 
 
 def test_refusals():

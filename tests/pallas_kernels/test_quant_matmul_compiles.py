@@ -1,0 +1,38 @@
+"""The kernel of quant_matmul compiled for GPUs that are not there, at the sizes of Llama-3-8B."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.formats import quantize
+from pallas_kernels.quant_matmul import quant_matmul
+from pallas_kernels.target import H200
+from scripts.aot import compile_for_gpu
+
+CASES = [
+    # gpu, format, options, dtype, rows, inputs, outputs, temporaries at most
+    ("h200", "int8", {}, "bfloat16", 1, 4096, 28672, 0),
+    ("h100", "fp8", {}, "float16", 64, 4096, 28672, 0),
+    ("h200", "int4", {"symmetric": False}, "bfloat16", 16, 4096, 28672, 0),
+    ("h100", "int4", {"group_size": 64}, "float16", 64, 14336, 4096, 1 << 23),
+    ("h200", "int8", {}, "bfloat16", 32, 14336, 4096, 1 << 22),
+]
+
+
+@pytest.mark.parametrize(("gpu", "format", "options", "dtype", "rows", "inputs", "outputs", "temporary"), CASES)
+def test_one_kernel_without_spills_or_copies(gpu, format, options, dtype, rows, inputs, outputs, temporary):
+    """The weight is never held wider than it is stored, and x needs no preparation: it is one launch."""
+    weight = jax.eval_shape(
+        functools.partial(quantize, format=format, **options), jax.ShapeDtypeStruct((inputs, outputs), dtype)
+    )
+    run = functools.partial(quant_matmul, target=H200, implementation="mosaic")
+    compiled, kernels = compile_for_gpu(run, jax.ShapeDtypeStruct((rows, inputs), jnp.dtype(dtype)), weight, gpu=gpu)
+    assert [kernel.spilled_bytes for kernel in kernels] == [0]
+    assert compiled.memory_analysis().temp_size_in_bytes <= temporary
+    entry = compiled.as_text().split("ENTRY")[1]
+    assert "fusion(" not in entry
+    assert "copy(" not in entry
