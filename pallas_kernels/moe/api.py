@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -10,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import choice
-from pallas_kernels.formats import QuantizedArray
 from pallas_kernels.fused_mlp import activations
-from pallas_kernels.moe import config, kernel, xla
-from pallas_kernels.moe.plan import plan, plan_sorted, weighted_sum
+from pallas_kernels.moe import kernel, xla
+from pallas_kernels.moe.config import Weight, weight_shape
 from pallas_kernels.target import CPU, Target
 
 
@@ -21,8 +19,8 @@ def moe(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    gate_up: xla.Weight,
-    down: xla.Weight,
+    gate_up: Weight,
+    down: Weight,
     *,
     activation: str = "silu",
     gate_up_bias: jax.Array | None = None,
@@ -50,35 +48,24 @@ def moe(
         choice.check_shape("down_bias", down_bias, (num_experts, embed))
     if activation not in activations.NAMES:
         raise ValueError(f"there is no activation {activation!r}; there are: {', '.join(activations.NAMES)}")
-    top_k = experts.shape[1]
     obstacle = target.lacks_hopper() if interpret is None else None
     chosen = choice.resolve("moe", implementation, obstacle or kernel.obstacle(x, gate_up, down))
-    if not tokens * top_k:
+    if not experts.size:
         return jnp.zeros_like(x)
+    options: dict[str, Any] = {
+        "activation": activation,
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias,
+    }
     if chosen == "mosaic":
-        sizes = functools.partial(config.choose, tokens * top_k, num_experts, dtype=x.dtype, cores=target.cores)
-        first, second = sizes(embed, mlp, gated=True), sizes(mlp, embed, gated=False)
-        layout = plan(experts.reshape(-1), num_experts, first.tile)
-        taken = x[layout.sources // top_k]
-        hidden = kernel.rows(taken, gate_up, gate_up_bias, layout, first, activation=activation, interpret=interpret)
-        rows = kernel.rows(hidden[0], down, None, layout, second, activation=None, interpret=interpret)
-    else:
-        layout = plan(experts.reshape(-1), num_experts, config.xla_tile(tokens * top_k, num_experts, target.platform))
-        rows = xla.moe_rows(
-            x[layout.sources // top_k],
-            gate_up,
-            down,
-            layout,
-            activation=activation,
-            gate_up_bias=gate_up_bias,
-            dynamic=target.platform == "cpu",
-        )[None]
-    return weighted_sum(rows, layout, experts, weights, down_bias).astype(x.dtype)
+        options |= {"cores": target.cores, "interpret": interpret}
+        return kernel.moe(x, experts, weights, gate_up, down, **options)
+    return xla.moe(x, experts, weights, gate_up, down, platform=target.platform, **options)
 
 
 def grouped_matmul(
     x: jax.Array,
-    weight: xla.Weight,
+    weight: Weight,
     group_sizes: jax.Array,
     *,
     target: Target = CPU,
@@ -99,28 +86,11 @@ def grouped_matmul(
     if not x.shape[0] * math.prod(outputs):
         return jnp.zeros((x.shape[0], *outputs), x.dtype)
     if chosen == "mosaic":
-        sizes = config.choose(
-            x.shape[0], num_experts, inputs, math.prod(outputs), x.dtype, gated=False, cores=target.cores
-        )
-        layout = plan_sorted(group_sizes, x.shape[0], sizes.tile)
-        out = kernel.rows(x[layout.sources], weight, None, layout, sizes, activation=None, interpret=interpret)
-    else:
-        layout = plan_sorted(group_sizes, x.shape[0], config.xla_tile(x.shape[0], num_experts, target.platform))
-        out = xla.grouped_rows(x[layout.sources], weight, layout, dynamic=target.platform == "cpu")[None]
-    valid = layout.slots < layout.rows
-    slots = jnp.where(valid, layout.slots, 0)
-    rows = sum(part[slots] for part in out).astype(x.dtype)
-    return jnp.where(valid[:, None], rows, jnp.zeros_like(rows)).reshape(-1, *outputs)
+        return kernel.grouped_matmul(x, weight, group_sizes, cores=target.cores, interpret=interpret)
+    return xla.grouped_matmul(x, weight, group_sizes, platform=target.platform)
 
 
-def weight_shape(weight: xla.Weight) -> tuple[int, ...]:
-    """[experts, inputs, *outputs], however it is stored."""
-    if isinstance(weight, QuantizedArray):
-        return weight.outputs[0], weight.inputs, *weight.outputs[1:]
-    return weight.shape
-
-
-def _check_weights(gate_up: xla.Weight, down: xla.Weight, embed: int) -> tuple[int, int]:
+def _check_weights(gate_up: Weight, down: Weight, embed: int) -> tuple[int, int]:
     """The number of experts and mlp."""
     shape = weight_shape(gate_up)
     if len(shape) != 4 or shape[1:3] != (embed, 2):

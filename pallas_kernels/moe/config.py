@@ -6,7 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+
+from pallas_kernels.formats import QuantizedArray
+
+type Weight = jax.Array | QuantizedArray
 
 SHARED_MEMORY = 225 * 1024
 """Bytes a block may use for its ring; what is left of 227 KiB holds barriers."""
@@ -17,6 +22,14 @@ DEPTH = 64
 PREFILL_TILE = 128
 """Rows: two consumers of 64."""
 DECODE_TILES = (8, 16, 32, 64, 128)
+MOST_SCALES = 8
+"""Groups of int4 whose scales are loaded together: 16 bytes."""
+MOST_INT4_ROWS = 32
+"""More would not leave registers for the sum of a group beside the sum of all."""
+LEAST_STEPS = 8
+"""Of a block's share of the inputs."""
+BUSY = 0.9
+"""Units of work for each core with which memory is read at full speed."""
 MOST_DECODE_ROWS = 64
 """Up to so many rows an expert on average, streaming the weights wins."""
 
@@ -25,6 +38,13 @@ def xla_tile(choices: int, num_experts: int, platform: str) -> int:
     """Rows of a tile of the XLA version: large where an expert expects many rows."""
     small, large = (8, 64) if platform == "cpu" else (16, 128)
     return small if choices <= num_experts * small else large
+
+
+def weight_shape(weight: Weight) -> tuple[int, ...]:
+    """[experts, inputs, *outputs], however it is stored."""
+    if isinstance(weight, QuantizedArray):
+        return weight.outputs[0], weight.inputs, *weight.outputs[1:]
+    return weight.shape
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,11 @@ class DecodeConfig:
     band: int
     """Row tiles that are walked together."""
 
+    @property
+    def registers(self) -> int:
+        """Of a consumer's thread, once the producer has given up its own."""
+        return 232 if self.consumers <= 2 else 152
+
 
 @dataclass(frozen=True)
 class PrefillConfig:
@@ -58,37 +83,52 @@ class PrefillConfig:
     tile: int = PREFILL_TILE
 
 
-type Config = DecodeConfig | PrefillConfig
+def suits_prefill(choices: int, num_experts: int, *weights: Weight) -> bool:
+    """Whether the kernel for many rows runs. choices: tokens x top_k."""
+    plain = not any(isinstance(weight, QuantizedArray) for weight in weights)
+    return plain and choices > MOST_DECODE_ROWS * num_experts
 
 
-def choose(
-    choices: int, num_experts: int, inputs: int, width: int, dtype: Any, *, gated: bool, cores: int
-) -> DecodeConfig | PrefillConfig:
-    """choices: tokens x top_k, of which an expert expects its even share; width: columns of the result."""
+def row_tile(choices: int, num_experts: int, *weights: Weight) -> int:
+    """Rows of a tile, for all of these weights: nearly every expert, were the choices drawn evenly, has no more."""
+    if suits_prefill(choices, num_experts, *weights):
+        return PREFILL_TILE
     mean = choices / min(num_experts, choices)
-    itemsize = jnp.dtype(dtype).itemsize
-    if choices > MOST_DECODE_ROWS * num_experts:
-        return _prefill(width, itemsize, gated, cores)
-    wanted = mean + 3.0 * math.sqrt(mean)
-    tile = min(tile for tile in DECODE_TILES if tile >= wanted or tile == DECODE_TILES[-1])
-    consumers = 2 if width % (2 * LANES) == 0 else 1
-    depth = 2 * DEPTH if not gated and inputs % (2 * DEPTH) == 0 else DEPTH
-    touched = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** choices)
-    splits = 1 if gated else _splits(touched * width / (LANES * consumers), inputs // depth, cores)
-    ring = depth * (LANES * consumers * (2 if gated else 1) + tile) * itemsize
-    return DecodeConfig(tile, cores, consumers, depth, min(SHARED_MEMORY // ring, 8), splits, band=8)
+    int4 = any(isinstance(weight, QuantizedArray) and weight.format == "int4" for weight in weights)
+    tiles = [tile for tile in DECODE_TILES if not int4 or tile <= MOST_INT4_ROWS]
+    return next((tile for tile in tiles if tile >= mean + 3.0 * math.sqrt(mean)), tiles[-1])
 
 
-def _splits(units: float, steps: int, cores: int) -> int:
-    """Blocks that share a tile's inputs: so many that every block has about four turns, of at least 8 steps each."""
-    options = [splits for splits in (1, 2, 4, 8) if steps % splits == 0 and steps // splits >= 8]
-    enough = [splits for splits in options if units * splits >= 4 * cores]
-    return min(enough, default=max(options, default=1))
-
-
-def _prefill(width: int, itemsize: int, gated: bool, cores: int) -> PrefillConfig:
+def prefill(width: int, dtype: Any, *, gated: bool, cores: int) -> PrefillConfig:
+    """width: columns of the result."""
     piece = next(piece for piece in ((128, 64) if gated else (256, 192, 128, 64)) if width % piece == 0)
-    columns = piece * (2 if gated else 1)
+    columns, itemsize = piece * (2 if gated else 1), jnp.dtype(dtype).itemsize
     staging = 2 * PREFILL_TILE * LANES * itemsize
     ring = DEPTH * (PREFILL_TILE + columns) * itemsize
     return PrefillConfig(cores, piece, min((SHARED_MEMORY - staging) // ring, 6), band=16)
+
+
+def decode(
+    tile: int, choices: int, weight: Weight, inputs: int, width: int, dtype: Any, *, gated: bool, cores: int
+) -> DecodeConfig:
+    """weight: of [experts, inputs, ...]; width: columns of the result."""
+    quantized, itemsize = isinstance(weight, QuantizedArray), jnp.dtype(dtype).itemsize
+    num_experts = weight_shape(weight)[0]
+    touched = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** choices)
+    tiles = max(touched, choices / tile)
+    busy = width % (2 * LANES) == 0 and tiles * width / (2 * LANES) >= BUSY * cores
+    consumers = 2 if busy or (not gated and width % (2 * LANES) == 0) else 1
+    deep = quantized or (not gated and inputs % (2 * DEPTH) == 0)
+    depth, per_weight, least = (2 * DEPTH if deep else DEPTH), float(itemsize), LEAST_STEPS
+    if isinstance(weight, QuantizedArray):
+        per_weight = 0.5 if weight.format == "int4" else 1.0
+        least = max(least, MOST_SCALES * (weight.group_size or 0) // depth)
+    splits = 1 if gated else _splits(tiles * width / (LANES * consumers), inputs // depth, least, cores)
+    ring = int(depth * (LANES * consumers * (2 if gated else 1) * per_weight + tile * itemsize))
+    return DecodeConfig(tile, cores, consumers, depth, min(SHARED_MEMORY // ring, 8), splits, band=8)
+
+
+def _splits(units: float, steps: int, least: int, cores: int) -> int:
+    """Blocks that share a tile's inputs: as few as keep the GPU busy, with at least so many steps each."""
+    options = [splits for splits in (1, 2, 4, 8) if steps % splits == 0 and steps // splits >= least]
+    return min((splits for splits in options if units * splits >= BUSY * cores), default=max(options, default=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,13 @@ def _lay_out(experts: jax.Array, ranks: jax.Array, counts: jax.Array, tile: int)
     tile_experts = jnp.sum(index[:, None] >= ends, axis=1, dtype=jnp.int32)
     tile_experts = jnp.where(index < ends[-1], tile_experts, 0)
     return Plan(slots, sources, tile_experts, ends[-1:].astype(jnp.int32), tile)
+
+
+def in_order(rows: jax.Array, plan: Plan, dtype: Any) -> jax.Array:
+    """[choices, width] in `dtype`, zero for a choice of no expert. rows: [splits, rows, width], partial sums."""
+    valid = plan.slots < plan.rows
+    slots = jnp.where(valid, plan.slots, 0)
+    return jnp.where(valid[:, None], sum(part[slots] for part in rows), 0.0).astype(dtype)
 
 
 def weighted_sum(

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.formats import QuantizedArray, dequantize
 from pallas_kernels.fused_mlp.activations import activate
-from pallas_kernels.moe.plan import Plan
+from pallas_kernels.moe.config import Weight, weight_shape, xla_tile
+from pallas_kernels.moe.plan import Plan, in_order, plan, plan_sorted, weighted_sum
 
-type Weight = jax.Array | QuantizedArray
 type Expert = jax.Array
 
 
@@ -48,29 +48,37 @@ def for_tiles(
     return jax.lax.fori_loop(0, plan.live[0] if dynamic else plan.tiles, body, out)
 
 
-def moe_rows(
+def moe(
     x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
     gate_up: Weight,
     down: Weight,
-    plan: Plan,
     *,
     activation: str,
     gate_up_bias: jax.Array | None,
-    dynamic: bool,
+    down_bias: jax.Array | None,
+    platform: str,
 ) -> jax.Array:
-    """x: [rows, embed], laid out as the plan says. Returns [rows, embed] f32, not weighted, without the last bias."""
+    """Shapes as in `api.moe`. A tile goes through both projections, so what lies between is as small as a tile."""
+    (tokens, top_k), num_experts = experts.shape, weight_shape(gate_up)[0]
+    layout = plan(experts.reshape(-1), num_experts, xla_tile(tokens * top_k, num_experts, platform))
 
     def compute(rows: jax.Array, expert: Expert) -> jax.Array:
-        both = dot(rows, gate_up, expert).reshape(plan.tile, 2, -1)
+        both = dot(rows, gate_up, expert).reshape(layout.tile, 2, -1)
         if gate_up_bias is not None:
             both = both + gate_up_bias[expert].astype(jnp.float32)
         hidden = activate(activation, both[:, 0], both[:, 1]).astype(x.dtype)
         return dot(hidden, down, expert)
 
-    return for_tiles(x, plan, x.shape[1], jnp.float32, compute, dynamic)
+    rows = for_tiles(x[layout.sources // top_k], layout, x.shape[1], jnp.float32, compute, platform == "cpu")
+    return weighted_sum(rows[None], layout, experts, weights, down_bias).astype(x.dtype)
 
 
-def grouped_rows(x: jax.Array, weight: Weight, plan: Plan, *, dynamic: bool) -> jax.Array:
-    """x: [rows, inputs], laid out as the plan says. Returns [rows, outputs] in x's dtype."""
-    width = math.prod(weight.outputs[1:] if isinstance(weight, QuantizedArray) else weight.shape[2:])
-    return for_tiles(x, plan, width, x.dtype, lambda rows, expert: dot(rows, weight, expert), dynamic)
+def grouped_matmul(x: jax.Array, weight: Weight, group_sizes: jax.Array, *, platform: str) -> jax.Array:
+    """Shapes as in `api.grouped_matmul`."""
+    num_experts, _, *outputs = weight_shape(weight)
+    layout = plan_sorted(group_sizes, x.shape[0], xla_tile(x.shape[0], num_experts, platform))
+    compute = lambda rows, expert: dot(rows, weight, expert)  # noqa: E731
+    rows = for_tiles(x[layout.sources], layout, math.prod(outputs), x.dtype, compute, platform == "cpu")
+    return in_order(rows[None], layout, x.dtype).reshape(-1, *outputs)

@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels.formats import QuantizedArray, dequantize, quantize
 from pallas_kernels.fused_mlp.activations import NAMES
 from pallas_kernels.moe import config, grouped_matmul, moe, reference
-from pallas_kernels.moe.config import DecodeConfig, PrefillConfig
+from pallas_kernels.moe.config import PrefillConfig
 from pallas_kernels.moe.plan import most_tiles, plan, plan_sorted
 from pallas_kernels.target import CPU, H200
 from tests.pallas_kernels.interpreter import interpreter
@@ -154,18 +154,47 @@ def test_no_tokens():
     assert grouped_matmul(jnp.zeros((0, 64)), weights[0], jnp.zeros(3, jnp.int32)).shape == (0, 2, 64)
 
 
-@pytest.mark.parametrize("tokens", [9, 200])
+FORMATS = [
+    {"format": "int8"},
+    {"format": "fp8"},
+    {"format": "int4", "group_size": 32},
+    {"format": "int4", "group_size": 64, "symmetric": False},
+]
+
+
 @pytest.mark.parametrize(
-    "options", [{"format": "int8"}, {"format": "fp8"}, {"format": "int4", "group_size": 32},
-                {"format": "int4", "group_size": 64, "symmetric": False}], ids=str
-)  # fmt: skip
-def test_quantized_weights(tokens, options):
-    experts, weights = experts_of("even", tokens, 2, 4), np.abs(normal(2, tokens, 2))
-    gate_up = quantize(jnp.asarray(normal(3, 4, 64, 2, 128, size=0.1)), batch=1, **options)
-    down = quantize(jnp.asarray(normal(4, 4, 128, 64, size=0.1)), batch=1, **options)
-    x = normal(1, tokens, 64)
-    out = run("xla float32", moe, x, experts, weights, gate_up, down)
-    close(out, reference.moe(x, experts, weights, wide(gate_up), wide(down)), "float32")
+    ("mode", "tokens", "options"),
+    [
+        *(("xla float32", tokens, options) for tokens in (9, 200) for options in FORMATS),
+        *(("mosaic bfloat16", 9, options) for options in FORMATS),
+        ("mosaic float16", 9, FORMATS[0]),
+        ("mosaic bfloat16", 150, FORMATS[1]),
+    ],
+    ids=str,
+)
+def test_quantized_weights(mode, tokens, options):
+    dtype = mode.split()[1]
+    embed, mlp = (256, 512) if options.get("group_size", 0) == 32 else (512, 512)
+    experts, weights = experts_of("padding", tokens, 2, 3), np.abs(normal(2, tokens, 2))
+    gate_up = quantize(jnp.asarray(normal(3, 3, embed, 2, mlp, size=0.1), dtype), batch=1, **options)
+    down = quantize(jnp.asarray(normal(4, 3, mlp, embed, size=0.1), dtype), batch=1, **options)
+    x, bias = jnp.asarray(normal(1, tokens, embed), dtype), jnp.asarray(normal(5, 3, 2, mlp), dtype)
+    out = run(mode, moe, x, experts, weights, gate_up, down, gate_up_bias=bias)
+    expected = reference.moe(wide(x), experts, weights, wide(gate_up), wide(down), gate_up_bias=wide(bias))
+    close(out, expected, dtype)
+
+
+def test_one_weight_quantized():
+    """Both share a layout, whose tiles must suit both."""
+    gate_up, down = jnp.asarray(normal(3, 2, 64, 2, 256, size=0.1), "bfloat16"), normal(4, 2, 256, 64, size=0.1)
+    down = quantize(jnp.asarray(down, "bfloat16"), "int4", batch=1, group_size=32)
+    x, experts, weights = (
+        normal(1, 90, 64).astype("bfloat16"),
+        experts_of("even", 90, 1, 2),
+        np.ones((90, 1), "float32"),
+    )
+    out = run("mosaic bfloat16", moe, x, experts, weights, gate_up, down)
+    close(out, reference.moe(wide(x), experts, weights, wide(gate_up), wide(down)), "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -234,16 +263,27 @@ def test_the_worst_distribution_fits():
 
 
 def test_sizes_of_tiles():
-    sizes = functools.partial(config.choose, dtype=jnp.bfloat16, cores=132)
-    few = sizes(128, 8, 4096, 14336, gated=True)
-    assert isinstance(few, DecodeConfig)
-    assert (few.tile, few.consumers, few.depth, few.splits) == (32, 2, 64, 1)
-    assert sizes(128, 8, 14336, 4096, gated=False).tile == 32
-    many = sizes(8192, 8, 4096, 14336, gated=True)
-    assert many == PrefillConfig(132, piece=128, stages=4, band=16)
-    assert sizes(8192, 8, 14336, 4096, gated=False).piece == 256
+    gate_up, down = jnp.zeros((8, 1, 1), jnp.bfloat16), quantize(jnp.zeros((8, 128, 1), jnp.bfloat16), "int4", batch=1)
+    assert [config.row_tile(choices, 8, gate_up) for choices in (1, 16, 128, 400, 513)] == [8, 8, 32, 128, 128]
+    assert [config.suits_prefill(choices, 8, gate_up) for choices in (512, 513)] == [False, True]
+    assert config.row_tile(512, 8, gate_up, down) == 32
+    assert not config.suits_prefill(9999, 8, gate_up, down)
+
+    sizes = functools.partial(config.decode, dtype=jnp.bfloat16, cores=132)
+    few = sizes(32, 128, gate_up, 4096, 14336, gated=True)
+    assert (few.tile, few.consumers, few.depth, few.stages, few.splits) == (32, 2, 64, 6, 1)
+    assert sizes(32, 128, gate_up, 14336, 4096, gated=False).splits == 1
+    assert sizes(8, 2, gate_up, 14336, 4096, gated=False).splits == 2, "two experts alone do not keep 132 cores busy"
+    assert sizes(8, 2, gate_up, 2048, 768, gated=True).consumers == 1
+    assert sizes(32, 128, gate_up, 2880, 2880, gated=True).consumers == 1
+    assert sizes(32, 128, down, 2048, 4096, gated=False).depth == 128
+
+    many = functools.partial(config.prefill, dtype=jnp.bfloat16, cores=132)
+    assert many(14336, gated=True) == PrefillConfig(132, piece=128, stages=4, band=16)
+    assert many(4096, gated=False).piece == 256
     for width in (64, 192, 320, 512, 2880):
-        assert width % sizes(8192, 8, 64, width, gated=True).piece == 0
+        assert width % many(width, gated=True).piece == 0
+        assert width % many(width, gated=False).piece == 0
 
 
 def shapes(**change):
@@ -286,21 +326,29 @@ def test_errors():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"x": jnp.zeros((6, 64))}, "it multiplies bfloat16 or float16 of one dtype, and has float32 x bfloat16"),
-        ({"down": jnp.zeros((4, 128, 64))}, "it multiplies .*, and has bfloat16 x float32"),
-        ({"down": quantize(jnp.zeros((4, 128, 64)), "int8", batch=1)}, "it does not read int8 weights"),
+        ({"x": jnp.zeros((6, 64))}, "it multiplies bfloat16 or float16, and x is float32"),
+        ({"down": jnp.zeros((4, 128, 64))}, "it multiplies bfloat16 by itself or by 8 and 4 bits, not by float32"),
+        (
+            {"gate_up": quantize(jnp.zeros((4, 64, 2, 128)), "int8", batch=1)},
+            "it needs inputs that 128 divides and outputs that 64 divides, not 64 and 128",
+        ),
+        (
+            {"down": quantize(jnp.zeros((4, 128, 64)), "int4", batch=1, group_size=32)},
+            "it needs 8 groups of inputs, and 128 inputs in 32s are fewer",
+        ),
+        (
+            {"gate_up": jnp.zeros((4, 64, 2, 72), jnp.bfloat16), "down": jnp.zeros((4, 72, 64), jnp.bfloat16)},
+            "it needs inputs that 64 divides and outputs that 64 divides, not 64 and 72",
+        ),
     ],
 )
 def test_why_the_kernel_does_not_run(change, reason):
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=f"the kernel of moe cannot run: {reason}"):
         moe(**shapes() | change, target=H200, implementation="mosaic")
-    narrow = shapes(gate_up=(4, 64, 2, 72), down=(4, 72, 64))
-    with pytest.raises(ValueError, match="it needs dimensions that 64 divides, and has 64 and 72"):
-        moe(**narrow, target=H200, implementation="mosaic")
 
 
 def test_the_choice_is_logged(caplog):
     with caplog.at_level(logging.INFO, logger="pallas_kernels.choice"):
         moe(**shapes(gate_up=(4, 64, 2, 24), down=(4, 24, 64)), target=CPU)
         moe(**shapes(gate_up=(4, 64, 2, 40), down=(4, 40, 64)), target=H200)
-    assert "it needs dimensions that 64 divides, and has 64 and 40" in caplog.text
+    assert "moe runs on XLA: it needs inputs that 64 divides and outputs that 64 divides, not 64 and 40" in caplog.text
