@@ -49,11 +49,7 @@ def attend_tile(shapes: Shapes, refs: Any, memory: Any, group: jax.Array, tile: 
     """One tile; used: steps of this block so far. Rows that see no key are zero."""
     first, _, _, end = tile.steps(shapes)
     pl.when(end > first)(lambda: attend_keys(shapes, refs, memory, group, tile, used))
-
-    @pl.when(end <= first)
-    def _() -> None:
-        store(shapes, refs, memory, group, tile, no_values(shapes))
-
+    pl.when(end <= first)(lambda: store(shapes, refs, memory, group, tile, no_values(shapes)))
     return used + (end - first)
 
 

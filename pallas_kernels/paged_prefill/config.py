@@ -48,9 +48,11 @@ def tile_heads(q_per_kv: int) -> int:
 
 
 def choose(q_per_kv: int, head_dim: int, cache_dtype: Any) -> Config:
-    """What an H200 runs fastest, within its 227 KB of shared memory a block."""
+    """What an H200 runs fastest, within its 227 KB of shared memory a block and without spills."""
     heads = tile_heads(q_per_kv)
-    keys = 128 if head_dim <= 128 else 64
     if jnp.dtype(cache_dtype).itemsize == 1:  # the producer widens: it needs registers, and memory for what it widens
-        return Config(heads, keys, stages=2, share_output=True, consumer_registers=216, producer_registers=80)
-    return Config(heads, keys, stages=2, share_output=head_dim > 192)
+        stages = 4 if head_dim <= 128 else 2
+        return Config(heads, 64, stages, share_output=True, consumer_registers=216, producer_registers=80)
+    if head_dim <= 128:
+        return Config(heads, keys=128, stages=2, share_output=False)
+    return Config(heads, keys=64, stages=2, share_output=head_dim > 192)

@@ -59,9 +59,17 @@ def paged_prefill(
         interpreted=interpret is not None,
     )
     q = q.reshape(tokens, kv_heads * q_per_kv, head_dim)
-    if shapes.interpreted:  # the copy engine reads past the end of an array, the interpreter does not
+    if shapes.interpreted or tokens < config.rows_tokens:
+        # The copy engine reads past the end of an array, but no more than the array is long; the interpreter does not.
         q = jnp.pad(q, ((0, config.tile_tokens), (0, 0), (0, 0)))
-    inputs = {"q": q, "k": pages.k, "v": pages.v, "table": block_tables, "tiles": plan.tiles, "count": plan.count}
+    inputs: dict[str, Any] = {
+        "q": q,
+        "k": pages.k,
+        "v": pages.v,
+        "table": block_tables,
+        "tiles": plan.tiles,
+        "count": plan.count,
+    }
     if pages.quantized:
         inputs |= {"k_scales": pages.k_scales, "v_scales": pages.v_scales}
     if sinks is not None:

@@ -102,10 +102,17 @@ def load_values(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array
 
 def clear(shapes: Shapes, values: Any, low: jax.Array, high: jax.Array) -> None:
     """Zero the rows of `values` below low and from high on."""
-    for start in range(0, shapes.config.keys, ROWS):
-        for slab in range(shapes.slabs):
-            part = values.at[pl.ds(start, ROWS), shapes.columns(slab)]
+
+    @pl.loop(0, shapes.config.keys // ROWS)
+    def _(piece: jax.Array) -> None:  # a loop, unlike its unrolling, needs the registers of one turn
+        start = pl.multiple_of(piece * ROWS, ROWS)
+
+        @pl.loop(0, shapes.slabs)
+        def _(slab: jax.Array) -> None:
+            columns = pl.ds(pl.multiple_of(slab * shapes.slab, shapes.slab), shapes.slab)
+            part = values.at[pl.ds(start, ROWS), columns]
             x = plgpu.load(part, layout=plgpu.Layout.WGMMA)
             row = start + plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
             part[...] = jnp.where((row >= low) & (row < high), x, jnp.zeros_like(x))
+
     plgpu.commit_smem()

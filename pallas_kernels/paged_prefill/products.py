@@ -78,7 +78,7 @@ def scores_and_product[T](
         pl.run_scoped(both, scores_memory(shapes))
 
     out, *results = pl.run_state(multiply)((plgpu.ACC.init(out), *map(zeros, leaves)))
-    return out, tree.unflatten(results)
+    return out, jax.tree.unflatten(tree, results)
 
 
 def scores_memory(shapes: Shapes) -> Any:

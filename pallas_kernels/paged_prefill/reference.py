@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pallas_kernels.kv_pages import KVPages
@@ -21,7 +23,7 @@ def paged_prefill(
     sinks: Array | None = None,
 ) -> Array:
     """Shapes as in `api.paged_prefill`."""
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     out = np.zeros(q.shape, np.float32)
     for b, length in enumerate(lengths):
         rows = range(query_start[b], query_start[b + 1])

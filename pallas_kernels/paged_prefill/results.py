@@ -29,6 +29,8 @@ def store(shapes: Shapes, refs: Any, memory: Any, group: jax.Array, tile: Tile, 
     tokens = jnp.minimum(jnp.maximum(tile.tokens - group * config.rows_tokens, 0), config.rows_tokens)
     row, heads = tile.row + group * config.rows_tokens, pl.ds(tile.head, config.heads)
     size = config.rows_tokens
+    while size > shapes.tokens:
+        size //= 2
     while size:  # any number of tokens is a sum of powers of two
 
         @pl.when((tokens & size) != 0)

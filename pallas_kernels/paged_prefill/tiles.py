@@ -67,7 +67,8 @@ def for_each_tile(shapes: Shapes, tiles: Any, count: Any, body: Callable[[Tile, 
     def read(turn: jax.Array) -> Tile:
         at = jnp.minimum(turn * blocks + place(turn), total - 1)
         number, group = lax.div(at, shapes.head_groups), lax.rem(at, shapes.head_groups)
-        return Tile(*(tiles[number, field] for field in range(FIELDS)), group * shapes.config.heads)
+        fields = [tiles[number, field] for field in range(FIELDS)]
+        return Tile._make([*fields, group * shapes.config.heads])
 
     def step(turn: jax.Array, state: tuple[Tile, Any]) -> tuple[Tile, Any]:
         tile, carry = state

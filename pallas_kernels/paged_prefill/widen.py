@@ -39,7 +39,7 @@ def fetch_keys(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array)
 def fetch_values(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array) -> None:
     head = lax.div(tile.head, shapes.q_per_kv)
     dims = pl.ds(0, shapes.head_dim)
-    for copy, (_, page, offset) in enumerate(copies(shapes, refs, tile, j)):
+    for copy, (_rows, page, offset) in enumerate(copies(shapes, refs, tile, j)):
         target = memory["v8"].at[copy, dims]
         plgpu.copy_gmem_to_smem(refs["v"].at[page, head, dims, offset], target, memory["v8_full"])
         plgpu.copy_gmem_to_smem(refs["v_scales"].at[page, head, offset], memory["v_scales"].at[copy], memory["v8_full"])
@@ -62,8 +62,7 @@ def widen_keys(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array,
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(memory["k_full"].at[slot])
-    _, _, _, end = tile.steps(shapes)
-    pl.when(j + 1 < end)(lambda: fetch_keys(shapes, refs, memory, tile, j + 1))
+    pl.when(j + 1 < tile.steps(shapes)[3])(lambda: fetch_keys(shapes, refs, memory, tile, j + 1))
 
 
 def widen_values(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array, slot: jax.Array) -> None:
@@ -90,5 +89,4 @@ def widen_values(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Arra
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(memory["v_full"].at[slot])
-    _, _, _, end = tile.steps(shapes)
-    pl.when(j + 1 < end)(lambda: fetch_values(shapes, refs, memory, tile, j + 1))
+    pl.when(j + 1 < tile.steps(shapes)[3])(lambda: fetch_values(shapes, refs, memory, tile, j + 1))
