@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.formats import QuantizedArray
 from pallas_kernels.moe.config import (
@@ -35,8 +36,6 @@ def obstacle(x: jax.Array, *weights: Weight) -> str | None:
             return f"it multiplies {' or '.join(DTYPES)}, and x is {x.dtype.name}"
         if isinstance(weight, QuantizedArray):
             inputs, width, depth = weight.inputs, weight.outputs[-1], 2 * DEPTH
-            if weight.format == "int4" and inputs < MOST_SCALES * (weight.group_size or 0):
-                return f"it needs {MOST_SCALES} groups of inputs, and {inputs} inputs in {weight.group_size}s are fewer"
         else:
             inputs, width, depth = weight.shape[1], weight.shape[-1], DEPTH
             if weight.dtype != x.dtype:
@@ -111,15 +110,20 @@ def _rows(
 
 
 def _flat(weight: QuantizedArray) -> QuantizedArray:
-    """The same weight with its outputs in one dimension after the experts."""
+    """The same weight with its outputs in one dimension after the experts, and as many scales as are loaded at once."""
     inner = 1 if weight.format == "int4" else 0
 
     def flatten(array: jax.Array, inner: int) -> jax.Array:
         return array.reshape(array.shape[0], -1, *array.shape[array.ndim - inner :])
 
+    def flatten_scales(array: jax.Array) -> jax.Array:
+        flat = flatten(array, inner)
+        missing = MOST_SCALES - flat.shape[-1] if inner else 0
+        return jnp.pad(flat, ((0, 0), (0, 0), (0, missing))) if missing > 0 else flat
+
     return dataclasses.replace(
         weight,
         values=flatten(weight.values, 1),
-        scales=flatten(weight.scales, inner),
-        zeros=None if weight.zeros is None else flatten(weight.zeros, inner),
+        scales=flatten_scales(weight.scales),
+        zeros=None if weight.zeros is None else flatten_scales(weight.zeros),
     )

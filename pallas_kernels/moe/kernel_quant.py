@@ -136,11 +136,12 @@ def quant_rows(
             def per_group(count: jax.Array, expert: jax.Array, outs: list[Any], split: jax.Array) -> list[jax.Array]:
                 """Scales are loaded one turn of the loop ahead."""
                 groups, in_chunk = steps * in_step, MOST_SCALES // in_step
+                last = max(groups, MOST_SCALES) - MOST_SCALES  # where the last chunk's scales begin
                 chunks, rest = divmod(steps, in_chunk)
                 kinds = [name for name in ("scales", "zeros") if name in gmem]
 
                 def fetch(chunk: jax.Array | int) -> list[list[jax.Array]]:
-                    at = pl.ds(split * groups + jnp.minimum(chunk * MOST_SCALES, groups - MOST_SCALES), MOST_SCALES)
+                    at = pl.ds(split * groups + jnp.minimum(chunk * MOST_SCALES, last), MOST_SCALES)
                     refs = [[gmem[name].at[expert, out, at] for name in kinds] for out in outs]
                     return [[plgpu.load(ref, layout=WG, optimized=False) for ref in kinds] for kinds in refs]
 
@@ -177,7 +178,7 @@ def quant_rows(
                 zero = plgpu.layout_cast(jnp.zeros((LANES, tile), F32), WG)
                 carry = lax.fori_loop(0, chunks, chunk, ([zero] * pieces, fetch(0)))
                 if rest:
-                    carry = chunk(jnp.int32(chunks), carry, rest, MOST_SCALES - rest * in_step)
+                    carry = chunk(jnp.int32(chunks), carry, rest, chunks * MOST_SCALES - last)
                 return carry[0]
 
             def unit(u: jax.Array, count: jax.Array) -> jax.Array:
