@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import QuantizedArray
@@ -45,6 +46,9 @@ def quant_matmul(
     grouped = weight.format == "int4"
     per_byte = 2 if grouped else 1
     group = weight.group_size or min(depth, LINE)
+    # The copy engine takes rows in eights, or all of them.
+    padded = count if count < 8 else pl.cdiv(count, 8) * 8
+    x = jnp.pad(x, ((0, padded - count), (0, 0)))
     across, slabs = pl.cdiv(count, rows), outputs // height
     down = pl.cdiv(slabs, consumers)
     tiles, steps = across * down, inputs // split // depth
@@ -52,6 +56,16 @@ def quant_matmul(
     wide = rows > 64 and consumers == 2
     ring = stages // steps + 2
     piece = min(depth, LINE * per_byte)
+
+    def fence() -> None:
+        """What other blocks wrote before a barrier is seen after it; the barrier alone orders a block's own memory."""
+        if interpret is None:  # whose memory has one order
+
+            @plgpu.inline_mgpu()
+            def _fence(_: Any) -> None:
+                mgpu.utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+
+            _fence()
 
     def kernel(*refs: Any) -> None:
         gmem, smem = dict(zip(names, refs, strict=False)), refs[-1]
@@ -227,8 +241,10 @@ def quant_matmul(
                 def _send() -> None:
                     sums[rank - 1] = total
 
+                fence()
                 plgpu.barrier_arrive(smem["summed"].at[wg])
                 plgpu.barrier_wait(smem["summed"].at[wg])
+                fence()
 
                 @pl.when(rank == 0)
                 def _receive() -> None:
@@ -265,7 +281,7 @@ def quant_matmul(
     ]
     inputs_g = dict(zip(("x", "values", "scales", "zeros"), (x, *by_slab), strict=True))
     inputs_g = {name: array for name, array in inputs_g.items() if array is not None}
-    outputs_g = {"out": jax.ShapeDtypeStruct((count, slabs, height), out_dtype)}
+    outputs_g = {"out": jax.ShapeDtypeStruct((padded, slabs, height), out_dtype)}
     if split > 1:
         outputs_g["sums"] = jax.ShapeDtypeStruct((tiles * consumers, split - 1, ROWS, rows), F32)
         scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("split",), num_barriers=consumers)
@@ -283,4 +299,4 @@ def quant_matmul(
         **clustered,
         **interpreted(interpret),
     )(*inputs_g.values())
-    return out.reshape(count, outputs)
+    return out.reshape(padded, outputs)[:count]

@@ -36,3 +36,10 @@ def test_one_kernel_without_spills_or_copies(gpu, format, options, dtype, rows, 
     entry = compiled.as_text().split("ENTRY")[1]
     assert "fusion(" not in entry
     assert "copy(" not in entry
+
+
+def test_rows_that_are_no_multiple_of_8_compile():
+    weight = jax.eval_shape(functools.partial(quantize, format="int8"), jax.ShapeDtypeStruct((512, 512), jnp.bfloat16))
+    run = functools.partial(quant_matmul, target=H200, implementation="mosaic")
+    _, kernels = compile_for_gpu(run, jax.ShapeDtypeStruct((20, 512), jnp.bfloat16), weight)
+    assert [kernel.spilled_bytes for kernel in kernels] == [0]
