@@ -35,6 +35,12 @@ class Target:
             return None
         return f"it is written for Hopper GPUs (compute capability 9.0), and this is {self.described}"
 
+    def lacks_mosaic(self) -> str | None:
+        """Why a kernel that leaves those units alone cannot run here; None if it can."""
+        if self.compute_capability is not None and self.compute_capability >= HOPPER:
+            return None
+        return f"it needs an NVIDIA GPU of compute capability 9.0 or more, and this is {self.described}"
+
     @property
     def described(self) -> str:
         """In a few words, after "this is"."""

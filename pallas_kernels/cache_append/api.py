@@ -9,7 +9,7 @@ import jax
 from pallas_kernels import choice
 from pallas_kernels.cache_append import config, kernel, xla
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.target import CPU, HOPPER, Target
+from pallas_kernels.target import CPU, Target
 
 
 def cache_append(
@@ -52,8 +52,8 @@ def cache_append(
 
 def obstacle(target: Target, interleaved: bool) -> str | None:
     """Why the kernel cannot run; None where it can."""
-    if target.compute_capability is None or target.compute_capability < HOPPER:
-        return f"it needs an NVIDIA GPU of compute capability 9.0 or more, and this is {target.described}"
+    if reason := target.lacks_mosaic():
+        return reason
     return "it turns halves of a head, not neighbouring dimensions" if interleaved else None
 
 

@@ -1,0 +1,14 @@
+"""What rms_norm means: numpy, float32, one row at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def rms_norm(x: NDArray[np.float32], scale: NDArray[np.float32], *, eps: float) -> NDArray[np.float32]:
+    """Shapes as in `api.rms_norm`."""
+    out = np.empty_like(x)
+    for row in range(len(x)):
+        out[row] = x[row] / np.sqrt(np.mean(x[row] ** 2) + np.float32(eps)) * scale
+    return out
