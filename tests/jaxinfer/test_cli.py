@@ -22,6 +22,7 @@ import jaxinfer.llm
 from jaxinfer.cli import main
 from jaxinfer.cli.env import devices
 from jaxinfer.cli.interrupt import interruptible
+from jaxinfer.config import Quantization
 from jaxinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TextDelta
 from jaxinfer.presets import PRESETS
 from jaxinfer.sampling_params import SamplingParams
@@ -84,8 +85,8 @@ def test_generate_prints_only_the_text(made: list[EchoLLM]) -> None:
 def test_options_reach_the_engine(made: list[EchoLLM]) -> None:
     args = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 3 --min-p 0.1 --seed 4 --stop a --stop b --ignore-eos"
     engine = (
-        "--dtype bfloat16 --tensor-parallel-size 2 --max-model-len 99 --max-num-seqs 3 --max-num-batched-tokens 77 "
-        "--page-size 16 --num-pages 10 --kv-cache-dtype int8 --memory-fraction 0.5"
+        "--dtype bfloat16 --quantization fp8 --tensor-parallel-size 2 --max-model-len 99 --max-num-seqs 3 "
+        "--max-num-batched-tokens 77 --page-size 16 --num-pages 10 --kv-cache-dtype int8 --memory-fraction 0.5"
     )
     done = run("generate", "--model", "m", "--prompt", "x", *args.split(), *engine.split())
     assert done.exit_code == 0, done.output
@@ -96,6 +97,7 @@ def test_options_reach_the_engine(made: list[EchoLLM]) -> None:
         "warm_up": False,
         "progress": False,
         "dtype": "bfloat16",
+        "quantization": "fp8",
         "tensor_parallel_size": 2,
         "max_model_len": 99,
         "max_num_seqs": 1,  # no more than there are prompts
@@ -277,7 +279,9 @@ def test_env_survives_a_broken_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_info_describes_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = types.SimpleNamespace(config=PRESETS["llama-3-8b"], format="safetensors", dtype="bfloat16")
+    checkpoint = types.SimpleNamespace(
+        config=PRESETS["llama-3-8b"], format="safetensors", dtype="bfloat16", quantization=None
+    )
     monkeypatch.setattr("convert.resolve", lambda path: path)
     monkeypatch.setattr("convert.open_checkpoint", lambda path: checkpoint)
     text = run("info", "model").stdout
@@ -291,6 +295,10 @@ def test_info_describes_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     report = json.loads(run("info", "model", "--json").stdout)
     assert report["config"] == json.loads(json.dumps(PRESETS["llama-3-8b"].to_dict()))
     assert {fit["tensor_parallel_size"] for fit in report["fits"]} == {1, 2, 4, 8}
+    checkpoint.format, checkpoint.quantization = "native", Quantization("int4", 64)
+    assert "stored as native in bfloat16, projections in int4, groups of 64" in run("info", "model").stdout
+    report = json.loads(run("info", "model", "--json").stdout)
+    assert report["quantization"] == {"format": "int4", "group_size": 64, "symmetric": True}
 
 
 def test_devices_are_asked_without_taking_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
