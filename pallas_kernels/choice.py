@@ -41,8 +41,11 @@ def recorded() -> Iterator[list[Decision]]:
         _recorder.reset(token)
 
 
-def resolve(op: str, implementation: Implementation, obstacle: str | None) -> Literal["mosaic", "xla"]:
-    """The implementation to run. obstacle: why the kernel cannot run, or does not win, with these arguments here.
+def resolve(
+    op: str, implementation: Implementation, obstacle: str | None, loses: str | None = None
+) -> Literal["mosaic", "xla"]:
+    """The implementation to run. obstacle: why the kernel cannot run with these arguments here; loses: why it would be
+    slower than XLA, which counts only if neither is asked for by name.
 
     Raises ValueError for a name this operation does not have, and for "mosaic" where there is an obstacle.
     """
@@ -50,12 +53,13 @@ def resolve(op: str, implementation: Implementation, obstacle: str | None) -> Li
         raise ValueError(f"{op} has no implementation {implementation!r}; it has: mosaic, xla")
     if implementation == "mosaic" and obstacle is not None:
         raise ValueError(f"the kernel of {op} cannot run: {obstacle}; use implementation='xla', or None to choose")
-    chosen: Literal["mosaic", "xla"] = "xla" if implementation == "xla" or obstacle is not None else "mosaic"
+    reason = obstacle or (loses if implementation is None else None)
+    chosen: Literal["mosaic", "xla"] = "xla" if implementation == "xla" or reason is not None else "mosaic"
     decisions = _recorder.get()
     if decisions is not None:
-        decisions.append(Decision(op, chosen, obstacle))
-    elif implementation is None and obstacle is not None:
-        _log_once(op, obstacle)
+        decisions.append(Decision(op, chosen, reason))
+    elif implementation is None and reason is not None:
+        _log_once(op, reason)
     return chosen
 
 

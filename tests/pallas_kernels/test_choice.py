@@ -26,6 +26,18 @@ def test_the_kernel_runs_where_it_can(implementation, obstacle, chosen):
     assert choice.resolve("op", implementation, obstacle) == chosen
 
 
+@pytest.mark.parametrize(
+    ("implementation", "obstacle", "chosen"),
+    [(None, None, "xla"), ("mosaic", None, "mosaic"), ("xla", None, "xla"), (None, "too small", "xla")],
+)
+def test_a_kernel_that_loses_runs_only_when_asked_for(implementation, obstacle, chosen):
+    with choice.recorded() as made:
+        assert choice.resolve("op", implementation, obstacle, loses="slower") == chosen
+    assert made[0].obstacle == (obstacle or (None if implementation else "slower"))
+    with pytest.raises(ValueError, match="cannot run: too small"):
+        choice.resolve("op", "mosaic", "too small", loses="slower")
+
+
 def test_a_kernel_asked_for_by_name_does_not_fall_back():
     message = "the kernel of op cannot run: too small; use implementation='xla', or None to choose"
     with pytest.raises(ValueError, match=message):
