@@ -8,7 +8,8 @@ import jax
 
 from pallas_kernels import choice, tiles
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.paged_decode import xla
+from pallas_kernels.paged_decode import config, kernel, xla
+from pallas_kernels.paged_decode.plan import Plan, divide
 from pallas_kernels.target import CPU, Target
 
 MOST_QUERIES = 8
@@ -24,7 +25,7 @@ def paged_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    plan: Any = None,
+    plan: Plan | None = None,
     target: Target = CPU,
     implementation: choice.Implementation = None,
     interpret: Any = None,
@@ -37,6 +38,8 @@ def paged_decode(
     soft_cap: scores become soft_cap * tanh(score / soft_cap); sinks: [kv_heads, q_per_kv] f32, per query head the score
     of one more key whose value is zero. Returns the shape of q, zero where a query sees nothing. Slots past a length,
     and pages of no sequence, may hold anything.
+    plan: from `make_plan`, to share among layers; None computes it here.
+    interpret: reaches the kernel only.
     Raises ValueError if shapes disagree.
     """
     single = q.ndim == 4
@@ -53,16 +56,59 @@ def paged_decode(
     if sinks is not None:
         choice.check_shape("sinks", sinks, (kv_heads, q_per_kv))
     choice.check_window(window)
-    choice.resolve("paged_decode", implementation, target.lacks_hopper() or "it has no kernel yet")
-    out = xla.paged_decode(
-        q,
-        pages,
-        block_tables,
-        lengths,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        tiles=tiles.for_platform(target.platform),
-    )
+    obstacle = config.obstacle(q.dtype, pages, target)
+    if choice.resolve("paged_decode", implementation, obstacle) == "mosaic":
+        if plan is None:
+            plan = divide(
+                lengths, config.choose(queries, kv_heads, q_per_kv, pages.head_dim, pages.dtype, target), window
+            )
+        check_plan(plan, queries, kv_heads, q_per_kv, batch, window)
+        # A kv head's query vectors side by side; one query token needs no transposition.
+        rows = q.swapaxes(1, 2).reshape(batch, kv_heads, queries * q_per_kv, -1)
+        out = kernel.attend(rows, pages, block_tables, plan, sinks, scale=scale, soft_cap=soft_cap, interpret=interpret)
+        out = out.reshape(batch, kv_heads, queries, q_per_kv, -1).swapaxes(1, 2)
+    else:
+        out = xla.paged_decode(
+            q,
+            pages,
+            block_tables,
+            lengths,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            tiles=tiles.for_platform(target.platform),
+        )
     return out[:, 0] if single else out
+
+
+def make_plan(
+    lengths: jax.Array,
+    pages: KVPages,
+    *,
+    q_dtype: Any,
+    q_per_kv: int,
+    queries: int = 1,
+    window: int | None = None,
+    target: Target = CPU,
+    implementation: choice.Implementation = None,
+) -> Plan | None:
+    """What `paged_decode` computes from the lengths alone: once per step for all layers of one shape and window.
+
+    lengths: [batch] i32; pages: any layer's, only its shapes count. None where `paged_decode` would not use it.
+    """
+    obstacle = config.obstacle(q_dtype, pages, target)
+    if choice.resolve("paged_decode", implementation, obstacle) != "mosaic":
+        return None
+    sizes = config.choose(queries, pages.kv_heads, q_per_kv, pages.head_dim, pages.dtype, target)
+    return divide(lengths, sizes, window)
+
+
+def check_plan(plan: Plan, queries: int, kv_heads: int, q_per_kv: int, batch: int, window: int | None) -> None:
+    """ValueError if a plan is for other shapes."""
+    sizes = plan.config
+    made = (sizes.queries, sizes.kv_heads, sizes.q_per_kv, plan.sequences.shape[0], plan.window)
+    given = (queries, kv_heads, q_per_kv, batch, window)
+    if made != given:
+        names = "(queries, kv_heads, q_per_kv, batch, window)"
+        raise ValueError(f"plan is for {names} = {made}; the arguments have {given}: make one plan for each shape")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,7 +53,7 @@ def paged_decode(
 ) -> Array:
     """Shapes as in `api.paged_decode`; the leaves of `pages` are numpy arrays."""
     if q.ndim == 4:
-        options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+        options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
         return paged_decode(q[:, None], pages, block_tables, lengths, **options)[:, 0]
     batch, queries, kv_heads, q_per_kv, _ = q.shape
     out = np.zeros(q.shape, np.float32)

@@ -1,0 +1,196 @@
+"""The Hopper kernel of paged_decode, interpreted with race detection, and its division of work."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_decode import make_plan, paged_decode, reference
+from pallas_kernels.paged_decode.config import choose, obstacle
+from pallas_kernels.paged_decode.plan import divide
+from pallas_kernels.target import CPU, H200
+from tests.pallas_kernels.interpreter import interpreter
+from tests.pallas_kernels.paged_cases import Layout, make_cache, normal
+
+TOLERANCE = {"bfloat16": 3e-3, "float16": 6e-4, "int8": 3e-3, "float8_e4m3fn": 4e-3}
+"""Of the norm of the output: q and the output have 8 bits with bfloat16 and the 8-bit caches."""
+
+
+def check(dtype, layout, lengths, blocks, *, queries=1, soft_cap=None, sinks=False, scale=1.0):
+    """Against the reference, relative to the norm of each sequence's output. blocks: the work is divided over."""
+    rng = np.random.default_rng(len(lengths))
+    cache = make_cache(layout, lengths, seed=blocks)
+    if layout.window is not None:  # what no query sees any more may have been given away
+        for row, length in enumerate(lengths):
+            for position in range(length - queries + 1 - layout.window):
+                page, slot = cache.tables[row, position // layout.page_size], position % layout.page_size
+                cache.k[page, :, slot] = cache.v[page, :, slot] = np.nan
+    pages = cache.pages(dtype)
+    shape = (len(lengths), queries, layout.kv_heads, layout.q_per_kv, layout.head_dim)
+    q = jnp.asarray(normal(rng, *shape) * scale, "float16" if dtype == "float16" else "bfloat16")
+    options = {
+        "scale": layout.scale,
+        "window": layout.window,
+        "soft_cap": soft_cap,
+        "sinks": normal(rng, *shape[2:4]) + 1 if sinks else None,
+    }
+    target = dataclasses.replace(H200, cores=blocks)
+    with interpreter() as interpret:
+        out = paged_decode(
+            q,
+            jax.tree.map(jnp.asarray, pages),
+            jnp.asarray(cache.tables),
+            jnp.asarray(lengths, jnp.int32),
+            target=target,
+            implementation="mosaic",
+            interpret=interpret,
+            **options,
+        )
+        out = np.asarray(out, np.float32)
+    want = reference.paged_decode(np.asarray(q, np.float32), pages, cache.tables, np.asarray(lengths), **options)
+    assert np.isfinite(want).all()
+    for row, length in enumerate(lengths):
+        error, norm = np.linalg.norm(out[row] - want[row]), np.linalg.norm(want[row])
+        assert error <= TOLERANCE[dtype] * norm, (row, length, error / max(norm, 1e-30))
+
+
+CASES = [
+    # Every head_dim and page size, lengths at the edges of pages and tiles, rows that blocks share, idle blocks.
+    ("bfloat16", Layout(128, 2, 4, page_size=64, width=3), [130, 1, 0, 64], 1, {}),
+    ("float16", Layout(64, 1, 1, page_size=16, width=7, window=37), [100, 17, 0, 15, 64], 1, {}),
+    ("bfloat16", Layout(80, 1, 3, page_size=32, width=5), [129, 31], 1, {"soft_cap": 2.0, "sinks": True}),
+    ("bfloat16", Layout(96, 1, 12, page_size=128, width=2), [129, 128], 2, {}),
+    ("bfloat16", Layout(192, 1, 16, page_size=64, width=1), [10], 2, {}),
+    ("float16", Layout(256, 1, 2, page_size=64, width=3, window=1), [65, 64], 1, {"queries": 2}),
+    ("int8", Layout(128, 1, 4, page_size=64, width=3, window=70), [190, 64, 0], 1, {}),
+    ("int8", Layout(64, 2, 2, page_size=32, width=4), [100, 65], 1, {"queries": 3, "sinks": True}),
+    ("int8", Layout(96, 1, 4, page_size=128, width=2), [150], 1, {"scale": 30.0}),
+    ("float8_e4m3fn", Layout(128, 1, 8, page_size=64, width=2), [127, 3], 1, {}),
+    ("float8_e4m3fn", Layout(64, 1, 5, page_size=32, width=5), [129, 3], 1, {"queries": 8, "soft_cap": 3.0}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1].head_dim}-{case[1].page_size}")
+def test_equals_the_reference(case):
+    dtype, layout, lengths, blocks, options = case
+    check(dtype, layout, lengths, blocks, **options)
+
+
+def test_more_sequences_than_the_ring_holds():
+    """Each block has many rows of one tile; q and pages of later ones arrive while earlier ones are computed."""
+    check("bfloat16", Layout(64, 1, 4, page_size=64, width=1), [5, 64, 0, 1, 63, 20, 0, 33, 2], 1)
+
+
+def test_small_weights_count_beside_a_large_one():
+    """A key whose weight is 10^5 times the others', whose page has values of zero: 8-bit weights must not vanish."""
+    layout, length = Layout(64, 1, 1, page_size=64, width=4), 256
+    cache = make_cache(layout, [length], seed=0)
+    q = np.zeros((1, 1, 1, 64), np.float32)
+    q[..., 0] = 1
+    first = cache.tables[0, 0]
+    cache.k[..., 0] = 0.0
+    cache.k[first, 0, 0] = 0.0
+    cache.k[first, 0, 0, 0] = np.log(1e5) / layout.scale
+    cache.v[first] = 0.0
+    pages = cache.pages("int8")
+    with interpreter() as interpret:
+        out = paged_decode(
+            jnp.asarray(q, jnp.bfloat16),
+            jax.tree.map(jnp.asarray, pages),
+            jnp.asarray(cache.tables),
+            jnp.asarray([length], jnp.int32),
+            scale=layout.scale,
+            target=dataclasses.replace(H200, cores=1),
+            implementation="mosaic",
+            interpret=interpret,
+        )
+        out = np.asarray(out, np.float32)
+    want = reference.paged_decode(q, pages, cache.tables, np.asarray([length]), scale=layout.scale)
+    assert np.linalg.norm(out - want) <= 5e-3 * np.linalg.norm(want)
+
+
+def covered(plan, tiles):
+    """How often each (sequence, head tile, tile) is in a block's run, by walking as the kernel does."""
+    counts = {}
+    sequences = np.asarray(plan.sequences)
+    for run in np.asarray(plan.runs):
+        sequence, head, at, count, rows = run[:5]
+        seen = set()
+        for _ in range(count):
+            counts[sequence, head, at] = counts.get((sequence, head, at), 0) + 1
+            seen.add((sequence, head))
+            at += 1
+            if at == tiles[sequence]:
+                at, head = 0, head + 1
+                if head == plan.config.head_tiles:
+                    sequence, head = sequences[sequence, 3], 0
+        assert len(seen) == rows
+    return counts
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("cores", [1, 7, 132])
+def test_the_plan_covers_every_tile_once(window, cores):
+    """And its blocks' shares differ by one tile at most; the merges name all parts of the rows that blocks share."""
+    rng = np.random.default_rng(cores)
+    for lengths in ([0, 0], [1], [5000, 0, 1, 64, 65, 0, 300], rng.integers(0, 700, 70).tolist(), [0, 128, 0]):
+        config = choose(1, 2, 4, 128, jnp.bfloat16, dataclasses.replace(H200, cores=cores))
+        plan = divide(jnp.asarray(lengths, jnp.int32), config, window)
+        first = [0 if window is None else max(0, length - window) // 64 for length in lengths]
+        tiles = [-(-length // 64) - f if length else 0 for length, f in zip(lengths, first, strict=True)]
+        want = {(s, h, t): 1 for s, n in enumerate(tiles) for h in range(2) for t in range(n)}
+        assert covered(plan, tiles) == want
+        runs = np.asarray(plan.runs)
+        assert np.ptp(runs[:, 3]) <= 1
+        parts = {}
+        for block, (sequence, head, at, count, rows) in enumerate(runs[:, :5]):
+            if not count:
+                continue
+            order = [(s, h) for s, h, t in want if t == 0]
+            start = order.index((sequence, head))
+            for turn, row in enumerate(order[start : start + rows]):
+                begins = turn > 0 or at == 0
+                stops = turn < rows - 1 or at + count >= tiles[row[0]] if rows == 1 else turn < rows - 1
+                last = sum(tiles[r[0]] for r in order[start : start + rows]) - at == count
+                if not (begins and (stops or (turn == rows - 1 and last))):
+                    parts.setdefault(row, []).append(2 * block + min(turn, 1))
+        merges = {}
+        for sequence, head, count, slot, after in np.asarray(plan.merges)[:, :5]:
+            if count > 1:
+                assert (sequence, head) not in merges
+                merges[sequence, head] = [slot, *(2 * (after + i) for i in range(count - 1))]
+        assert merges == parts
+
+
+def test_a_plan_for_other_shapes_is_refused():
+    layout = Layout(64, 1, 2, page_size=64, width=1)
+    pages = jax.tree.map(jnp.asarray, make_cache(layout, [3], 0).pages("bfloat16"))
+    lengths, tables = jnp.asarray([3], jnp.int32), jnp.zeros((1, 1), jnp.int32)
+    plan = make_plan(lengths, pages, q_dtype=jnp.bfloat16, q_per_kv=2, window=5, target=H200)
+    q = jnp.zeros((1, 1, 2, 64), jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"plan is for .* = \(1, 1, 2, 1, 5\); the arguments have \(1, 1, 2, 1, None\)"
+    ):
+        paged_decode(q, pages, tables, lengths, scale=1.0, plan=plan, target=H200)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "q_dtype", "reason"),
+    [
+        ("bfloat16", Layout(72, 1, 1, page_size=16, width=1), "bfloat16", "head_dim is 72"),
+        ("bfloat16", Layout(64, 1, 1, page_size=8, width=1), "bfloat16", "page_size is 8"),
+        ("bfloat16", Layout(64, 1, 1, page_size=16, width=1), "float32", "q is float32; it takes bfloat16 or float16"),
+        ("float16", Layout(64, 1, 1, page_size=16, width=1), "bfloat16", "q is bfloat16 and the cache float16"),
+        ("int8", Layout(64, 1, 1, page_size=16, width=1), "bfloat16", "page_size is 16; of an 8-bit cache"),
+        ("int8", Layout(80, 1, 1, page_size=32, width=1), "bfloat16", "head_dim is 80; of an 8-bit cache"),
+    ],
+)
+def test_what_the_kernel_does_not_take(dtype, layout, q_dtype, reason):
+    pages = make_cache(layout, [3], 0).pages(dtype)
+    assert reason in obstacle(q_dtype, pages, H200)
+    assert "CPU" in obstacle(q_dtype, pages, CPU)
+    assert make_plan(jnp.asarray([3]), pages, q_dtype=q_dtype, q_per_kv=1, target=H200) is None
