@@ -14,12 +14,14 @@ import convert
 from jaxinfer import compilation, memory, weights
 from jaxinfer.config import EngineConfig, ModelConfig, Quantization
 from jaxinfer.engine import cache
-from jaxinfer.engine.batch import BatchBuilder, BatchShape, data_dependent
+from jaxinfer.engine.batch import KERNEL_WIDTHS, WIDTHS, BatchBuilder, BatchShape, data_dependent
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.step import AbstractState, State, StepRunner
+from jaxinfer.engine.step import AbstractState, State, StepRunner, target_of
 from jaxinfer.parameters import Tree, for_tensor_parallel, resolve
 from jaxinfer.tokenizer import Tokenizer
 from meshes import sharding
+from pallas_kernels import paged_decode
+from pallas_kernels.kv_pages import abstract_pages
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ def build_engine(
         config,
         groups=len(model.config.cache_groups),
         data_dependent=data_dependent(mesh.devices.flat[0].platform),
+        widths=_table_widths(model, mesh, config),
     )
     runner = StepRunner(model.config, model.weights, mesh)
     num_pages = _plan_pages(model, mesh, config, runner, builder)
@@ -89,6 +92,13 @@ def build_engine(
     if warm_up:
         runner.compile(builder.shapes(), progress)
     return Engine(model.config, config, runner, builder, num_pages, tokenizer)
+
+
+def _table_widths(model: LoadedModel, mesh: Mesh, config: EngineConfig) -> tuple[int, int]:
+    """Few widths of block tables where decode attention is a kernel, which reads no further than a sequence."""
+    c, dtype = model.config, cache.stored_dtype(config.cache.dtype, model.dtype)
+    pages = abstract_pages(1, c.num_kv_heads // mesh.shape["tensor"], config.cache.page_size, c.head_dim, dtype)
+    return WIDTHS if paged_decode.obstacle(model.dtype, pages, target_of(mesh)) else KERNEL_WIDTHS
 
 
 def _plan_pages(

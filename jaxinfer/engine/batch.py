@@ -27,8 +27,10 @@ SEQUENCE_BUCKETS = (1, 4, 16, 32)
 """Sequences of the smallest decode batches; above, powers of two."""
 TOKEN_BUCKETS = (16, 64, 256)
 """Tokens of the smallest ragged batches; above, powers of two."""
-MIN_WIDTH = 8
-"""Narrowest block table, in pages, where tables are bucketed."""
+WIDTHS = (8, 2)
+"""Narrowest block table in pages, and the factor from one to the next, where attention reads tables to their end."""
+KERNEL_WIDTHS = (128, 4)
+"""The same where the kernel reads only what is there: only the transfer of tables to the device is to be spared."""
 UNREAD = -1
 """A token id the host does not know yet: the device takes it from last_ids."""
 NO_TARGET = -1
@@ -144,13 +146,14 @@ def data_dependent(platform: str) -> bool:
 class BatchBuilder:
     """Turns scheduled sequences into arrays, and knows all shapes that can come."""
 
-    def __init__(self, engine: EngineConfig, groups: int, data_dependent: bool):
+    def __init__(self, engine: EngineConfig, groups: int, data_dependent: bool, widths: tuple[int, int] = WIDTHS):
         """data_dependent: whether programs may loop and branch on what a batch holds. If not, there are more of them:
-        block tables come in powers of two, and greedy batches have programs of their own."""
+        block tables come in several `widths`, and greedy batches have programs of their own."""
         self._engine = engine
         self._groups = groups
         self._data_dependent = data_dependent
         self._width = -(-engine.max_model_len // engine.cache.page_size)
+        self._widths = [self._width] if data_dependent else _powers(widths[0], self._width, widths[1])
         self.max_scored_tokens = max(min(256, engine.max_num_batched_tokens), engine.max_num_seqs)
 
     def shapes(self) -> list[BatchShape]:
@@ -158,11 +161,10 @@ class BatchBuilder:
         sequences = _buckets(SEQUENCE_BUCKETS, self._engine.max_num_seqs)
         tokens = _buckets(TOKEN_BUCKETS, self._engine.max_num_batched_tokens)
         scored = _buckets(TOKEN_BUCKETS, self.max_scored_tokens)
-        widths = [self._width] if self._data_dependent else _powers(MIN_WIDTH, self._width)
         kinds: list[Sampling] = ["branch"] if self._data_dependent else ["greedy", "full"]
         shapes = [self._ragged(count, kind) for kind in kinds for count in reversed(tokens)]
         shapes += [self._ragged(count, kinds[-1], scored=True) for count in scored]
-        shapes += [self._decode(count, width, kind) for kind in kinds for width in widths for count in sequences]
+        shapes += [self._decode(count, width, kind) for kind in kinds for width in self._widths for count in sequences]
         return list(dict.fromkeys(shapes))
 
     def shape(self, scheduled: Sequence[Scheduled]) -> BatchShape:
@@ -174,7 +176,7 @@ class BatchBuilder:
             limit = self.max_scored_tokens if scored else self._engine.max_num_batched_tokens
             return self._ragged(_smallest(_buckets(TOKEN_BUCKETS, limit), tokens), kind, scored)
         pages = max(-(-(part.start + part.count) // self._engine.cache.page_size) for part in scheduled)
-        width = self._width if self._data_dependent else _smallest(_powers(MIN_WIDTH, self._width), pages)
+        width = _smallest(self._widths, pages)
         sequences = _smallest(_buckets(SEQUENCE_BUCKETS, self._engine.max_num_seqs), len(scheduled))
         return self._decode(sequences, width, kind)
 
@@ -247,12 +249,12 @@ def _flags(params: SamplingParams) -> tuple[bool, bool, bool]:
     return params.temperature > 0, filters, params.logprobs is not None or params.prompt_logprobs is not None
 
 
-def _powers(smallest: int, largest: int) -> list[int]:
-    """smallest, twice that, … and `largest` itself as the last."""
+def _powers(smallest: int, largest: int, factor: int = 2) -> list[int]:
+    """smallest, `factor` times that, … and `largest` itself as the last."""
     sizes = []
     while smallest < largest:
         sizes.append(smallest)
-        smallest *= 2
+        smallest *= factor
     return [*sizes, largest]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from jaxinfer.models.attention import AttentionInputs
 from jaxinfer.models.rope import cos_sin
 from jaxinfer.parameters import Tree
 from meshes import sharding
-from pallas_kernels.kv_pages import KVPages
+from pallas_kernels import paged_decode, paged_prefill
+from pallas_kernels.kv_pages import KVPages, abstract_pages
 from pallas_kernels.target import Target
 
 
@@ -65,7 +66,9 @@ class StepRunner:
         self._executables: dict[BatchShape, Any] = {}
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
         graph, _ = nnx.split(Decoder(config, abstract, mesh))
-        self._step = functools.partial(step, graph=graph, config=config, target=target_of(mesh))
+        self._step = functools.partial(
+            step, graph=graph, config=config, target=target_of(mesh), shards=mesh.shape["tensor"]
+        )
         self._replicated = sharding(mesh)
         self.state: State | None = None
 
@@ -111,6 +114,7 @@ def step(
     graph: nnx.GraphDef,
     config: ModelConfig,
     target: Target,
+    shards: int,
 ) -> tuple[StepOutput, State]:
     """Embed, layers, head on the rows that need it, sample. Pure: state in, state out."""
     arrays = unpack(packed, shape)
@@ -118,7 +122,8 @@ def step(
     sequence = sequence_of_token(arrays, shape)
     last_ids = state.last_ids.at[arrays["slots"][sequence]].get(mode="clip")
     tokens = jnp.where(arrays["tokens"] == UNREAD, last_ids, arrays["tokens"])
-    inputs = attention_inputs(arrays, shape, sequence, config, state.cache, target)
+    planner = attention_planner(arrays, shape, config, weights["embed"]["weight"].dtype, target, shards)
+    inputs = attention_inputs(arrays, shape, sequence, config, state.cache, planner, target)
     hidden, cache = decoder(tokens, state.cache, inputs)
     logits = decoder.logits(hidden[arrays["logit_rows"]], target)  # [rows, vocab]
 
@@ -134,8 +139,37 @@ def sequence_of_token(arrays: dict[str, jax.Array], shape: BatchShape) -> jax.Ar
     rows = jnp.arange(shape.tokens)
     if shape.decode:
         return rows
-    found = jnp.searchsorted(arrays["query_start"], rows, side="right") - 1
+    found = jnp.searchsorted(arrays["query_start"], rows, side="right", method="compare_all") - 1  # no loop
     return jnp.minimum(found, shape.sequences - 1)
+
+
+type Planner = Callable[[KVPages, int | None], Any]
+"""Pages of a cache group and its window → what the attention kernel divides its work by; None where XLA attends."""
+
+
+def attention_planner(
+    arrays: dict[str, jax.Array],
+    shape: BatchShape,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    target: Target,
+    shards: int,
+) -> Planner:
+    """dtype: of the activations; shards: devices that share the kv heads."""
+    options: dict[str, Any] = {"q_dtype": dtype, "q_per_kv": config.q_per_kv, "target": target}
+    kv_heads = config.num_kv_heads // shards
+
+    def plan(pages: KVPages, window: int | None) -> Any:
+        mine = abstract_pages(pages.num_pages, kv_heads, pages.page_size, pages.head_dim, pages.dtype)
+        if shape.decode:
+            return paged_decode.make_plan(arrays["lengths"], mine, window=window, **options)
+        q = jax.ShapeDtypeStruct((shape.tokens, kv_heads, config.q_per_kv, config.head_dim), dtype)
+        if paged_prefill.obstacle(q, mine, target):
+            return None
+        starts, lengths = arrays["query_start"], arrays["lengths"]
+        return paged_prefill.make_plan(starts, lengths, tokens=shape.tokens, q_per_kv=config.q_per_kv)
+
+    return plan
 
 
 def attention_inputs(
@@ -144,6 +178,7 @@ def attention_inputs(
     sequence: jax.Array,
     config: ModelConfig,
     cache: list[KVPages],
+    planner: Planner,
     target: Target,
 ) -> list[AttentionInputs]:
     """One entry per layer; layers of a group share theirs."""
@@ -152,6 +187,9 @@ def attention_inputs(
     padding = jnp.arange(shape.tokens) >= arrays["query_start"][-1]
     layers: dict[int, AttentionInputs] = {}
     for group, tables in zip(config.cache_groups, arrays["block_tables"], strict=True):
+        # Computed, not sliced: XLA hands a slice to every kernel where it lies in the packed batch, unaligned, and at
+        # another address in every step, which the host would have to write into the CUDA graph layer by layer.
+        tables = jnp.maximum(tables, 0)
         pages = cache[group.layers[0]]
         inputs = AttentionInputs(
             cos=cos,
@@ -161,6 +199,7 @@ def attention_inputs(
             block_tables=tables,
             query_start=arrays["query_start"],
             lengths=arrays["lengths"],
+            plan=planner(pages, group.window),
             decode=shape.decode,
             target=target,
         )

@@ -19,13 +19,14 @@ from pallas_kernels.cache_append import cache_append
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
+from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.target import Target
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     meta_fields=["decode", "target"],
-    data_fields=["cos", "sin", "page_ids", "offsets", "block_tables", "query_start", "lengths"],
+    data_fields=["cos", "sin", "page_ids", "offsets", "block_tables", "query_start", "lengths", "plan"],
 )
 @dataclass(frozen=True)
 class AttentionInputs:
@@ -44,6 +45,8 @@ class AttentionInputs:
     """[batch + 1] i32: where each sequence's tokens start."""
     lengths: jax.Array
     """[batch] i32: tokens in the cache after this step."""
+    plan: Any
+    """How the attention kernel divides its work, by `make_plan`; None where there is no kernel."""
     decode: bool
     """Whether every sequence has exactly one token, so that row b is sequence b."""
     target: Target
@@ -65,9 +68,9 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(config.norm_eps, weights["k_norm"]) if config.qk_norm else None
 
     def __call__(
-        self, x: jax.Array, residual: jax.Array, cache: KVPages, inputs: AttentionInputs
+        self, x: jax.Array, norm: RMSNorm, cache: KVPages, inputs: AttentionInputs
     ) -> tuple[jax.Array, KVPages]:
-        """residual + attention(x), both [tokens, embed], and the cache with these tokens in it.
+        """x + attention(norm(x)), [tokens, embed], and the cache with these tokens in it.
 
         Each shard projects, appends and attends for its own kv heads; one all-reduce.
         """
@@ -83,12 +86,12 @@ class Attention(nnx.Module):
             out_specs=(whole, pages),
             check_vma=False,
         )
-        return shard(x, residual, weights, cache, inputs)
+        return shard(x, value(norm.scale), weights, cache, inputs)
 
 
 def _attention(
     x: jax.Array,
-    residual: jax.Array,
+    norm: jax.Array,
     weights: Tree,
     cache: KVPages,
     inputs: AttentionInputs,
@@ -97,13 +100,15 @@ def _attention(
     window: int | None,
     shards: int,
 ) -> tuple[jax.Array, KVPages]:
-    qkv = linear(x, weights["qkv"], weights.get("qkv_bias"), target=inputs.target)
+    normed = rms_norm(x, norm, eps=config.norm_eps, target=inputs.target)
+    qkv = linear(normed, weights["qkv"], weights.get("qkv_bias"), target=inputs.target)
     q_norm, k_norm = (weights[name]["scale"] if name in weights else None for name in ("q_norm", "k_norm"))
     out, cache = _append_and_attend(qkv, q_norm, k_norm, cache, inputs, config=config, window=window)
-    out = linear(out, weights["out"], contract=3, target=inputs.target)
-    if shards > 1:
-        out = jax.lax.psum(out, "tensor")
-    return residual + (out + weights["out_bias"] if "out_bias" in weights else out), cache
+    project = functools.partial(linear, out, weights["out"], contract=3, target=inputs.target)
+    if shards == 1:
+        return project(weights.get("out_bias"), x), cache
+    out = x + jax.lax.psum(project(), "tensor")
+    return out + weights["out_bias"] if "out_bias" in weights else out, cache
 
 
 def _append_and_attend(
@@ -122,7 +127,7 @@ def _append_and_attend(
     """
     options: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": config.norm_eps, "target": inputs.target}
     q, cache = cache_append(qkv, inputs.cos, inputs.sin, cache, inputs.page_ids, inputs.offsets, **options)
-    options = {"scale": config.head_dim**-0.5, "window": window, "target": inputs.target}
+    options = {"scale": config.head_dim**-0.5, "window": window, "plan": inputs.plan, "target": inputs.target}
     if inputs.decode:
         out = paged_decode(q, cache, inputs.block_tables, inputs.lengths, **options)
     else:

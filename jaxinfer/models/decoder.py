@@ -29,8 +29,8 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, cache: KVPages, inputs: AttentionInputs) -> tuple[jax.Array, KVPages]:
         """x: [tokens, embed]. Under tensor parallelism each half ends in one all-reduce: x is whole on every device."""
-        x, cache = self.attention(self.attention_norm(x), x, cache, inputs)
-        return self.mlp(self.mlp_norm(x), x, inputs.target), cache
+        x, cache = self.attention(x, self.attention_norm, cache, inputs)
+        return self.mlp(x, self.mlp_norm, inputs.target), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -18,41 +18,48 @@ from meshes import partition_spec
 from pallas_kernels.formats import QuantizedArray
 from pallas_kernels.fused_mlp import down, gate_up
 from pallas_kernels.quant_matmul import quant_matmul
+from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.target import Target
 
 type Weight = jax.Array | QuantizedArray
 
 
 def linear(
-    x: jax.Array, weight: Weight, bias: jax.Array | None = None, *, contract: int = 1, target: Target
+    x: jax.Array,
+    weight: Weight,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    contract: int = 1,
+    target: Target,
 ) -> jax.Array:
     """The last `contract` dimensions of x against the first of weight: [tokens, *inputs] · [*inputs, *outputs].
 
-    Every projection goes through here, or through `fused_mlp`. A quantized weight is one of [inputs, *outputs], and
-    must be this device's own part of it: within shard_map. float32 stays float32 on hardware that would rather round it
-    to TF32.
+    bias: [*outputs] and residual: [tokens, *outputs] are added. Every projection goes through here, or through
+    `fused_mlp`, within shard_map: a weight is this device's own part; a quantized one is [inputs, *outputs]. float32
+    stays float32 on hardware that would rather round it to TF32.
     """
     if isinstance(weight, QuantizedArray):
         out = quant_matmul(x.reshape(-1, weight.inputs), weight, target=target)
-    else:
-        inputs = math.prod(weight.shape[:contract])
-        x, flat = x.reshape(-1, inputs), weight.reshape(inputs, *weight.shape[contract:])
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        out = jax.lax.dot_general(x, flat, (((1,), (0,)), ((), ())), precision=precision)
-    return out if bias is None else out + bias
+        out = out if bias is None else out + bias
+        return out if residual is None else residual + out
+    inputs, outputs = math.prod(weight.shape[:contract]), weight.shape[contract:]
+    flat = weight.reshape(inputs, math.prod(outputs))
+    bias = None if bias is None else bias.reshape(-1)
+    residual = None if residual is None else residual.reshape(-1, flat.shape[1])
+    return down(x.reshape(-1, inputs), flat, residual, bias, target=target).reshape(-1, *outputs)
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) · scale over the last dimension, in float32 (Zhang & Sennrich 2019)."""
+    """The scale of a normalisation; the halves of a layer normalise within their shard_map."""
 
     def __init__(self, eps: float, weights: Tree):
         self.eps = eps
         self.scale = nnx.Param(weights["scale"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        """x: [rows, embed], anywhere: in plain JAX."""
+        return rms_norm(x, self.scale[...], eps=self.eps, implementation="xla")
 
 
 class GatedMlp(nnx.Module):
@@ -66,13 +73,13 @@ class GatedMlp(nnx.Module):
         self.gate_up_bias = nnx.Param(weights["gate_up_bias"]) if config.mlp_bias else None
         self.down_bias = nnx.Param(weights["down_bias"]) if config.mlp_bias else None
 
-    def __call__(self, x: jax.Array, residual: jax.Array, target: Target) -> jax.Array:
-        """residual + mlp(x), both [tokens, embed]. Each shard computes its part of the hidden layer; one all-reduce."""
+    def __call__(self, x: jax.Array, norm: RMSNorm, target: Target) -> jax.Array:
+        """x + mlp(norm(x)), [tokens, embed]. Each shard computes its part of the hidden layer; one all-reduce."""
         parameters = mlp_parameters(self.config)
         weights = {name: value(getattr(self, name)) for name in parameters}
         whole = partition_spec(())
         part = functools.partial(
-            _mlp, activation=self.config.activation, shards=self.mesh.shape["tensor"], target=target
+            _mlp, eps=norm.eps, activation=self.config.activation, shards=self.mesh.shape["tensor"], target=target
         )
         shard = jax.shard_map(
             part,
@@ -81,16 +88,17 @@ class GatedMlp(nnx.Module):
             out_specs=whole,
             check_vma=False,
         )
-        return shard(x, residual, weights)
+        return shard(x, value(norm.scale), weights)
 
 
 def _mlp(
-    x: jax.Array, residual: jax.Array, weights: dict[str, Any], *, activation: Any, shards: int, target: Target
+    x: jax.Array, norm: jax.Array, weights: Tree, *, eps: float, activation: Any, shards: int, target: Target
 ) -> jax.Array:
-    hidden = gate_up(x, weights["gate_up"], weights.get("gate_up_bias"), activation=activation, target=target)
+    normed = rms_norm(x, norm, eps=eps, target=target)
+    hidden = gate_up(normed, weights["gate_up"], weights.get("gate_up_bias"), activation=activation, target=target)
     if shards == 1:
-        return down(hidden, weights["down"], residual, weights.get("down_bias"), target=target)
-    out = residual + jax.lax.psum(down(hidden, weights["down"], target=target), "tensor")
+        return down(hidden, weights["down"], x, weights.get("down_bias"), target=target)
+    out = x + jax.lax.psum(down(hidden, weights["down"], target=target), "tensor")
     return out + weights["down_bias"] if "down_bias" in weights else out
 
 

@@ -84,12 +84,14 @@ def mlp_weights():
 @pytest.mark.parametrize("activation", sorted(FORMULAS))
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_gate_alone_is_activated(bias, activation):
-    w, x, residual = mlp_weights(), normal(3, 6), normal(3, 6)
+    w, x, scale = mlp_weights(), normal(3, 6), normal(6)
+    normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.5) * scale
     config = dataclasses.replace(CONFIG, mlp_bias=bias, activation=activation)
-    gate, up = (x @ w["gate_up"][:, i] + bias * w["gate_up_bias"][i] for i in range(2))
-    want = residual + (np.vectorize(FORMULAS[activation])(gate) * up) @ w["down"] + bias * w["down_bias"]
+    gate, up = (normed @ w["gate_up"][:, i] + bias * w["gate_up_bias"][i] for i in range(2))
+    want = x + (np.vectorize(FORMULAS[activation])(gate) * up) @ w["down"] + bias * w["down_bias"]
     weights = w if bias else {name: w[name] for name in ("gate_up", "down")}
-    np.testing.assert_allclose(GatedMlp(config, weights, MESH)(x, residual, CPU), want, rtol=1e-5, atol=1e-5)
+    mlp, norm = GatedMlp(config, weights, MESH), RMSNorm(0.5, {"scale": jnp.asarray(scale)})
+    np.testing.assert_allclose(mlp(x, norm, CPU), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
