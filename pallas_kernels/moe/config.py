@@ -65,9 +65,13 @@ class DecodeConfig:
     """Row tiles that are walked together."""
 
     @property
-    def registers(self) -> int:
-        """Of a consumer's thread, once the producer has given up its own."""
-        return 232 if self.consumers <= 2 else 152
+    def registers(self) -> int | None:
+        """Of a consumer's thread once the producer has given up its own: more than the launch gave would never come.
+
+        None: one consumer has enough from the start.
+        """
+        given = 65536 // 128 // (self.consumers + 1) // 8 * 8
+        return None if self.consumers == 1 else (given * (self.consumers + 1) - 40) // self.consumers // 8 * 8
 
 
 @dataclass(frozen=True)
@@ -122,10 +126,12 @@ def decode(
     depth, per_weight, least = (2 * DEPTH if deep else DEPTH), float(itemsize), LEAST_STEPS
     if isinstance(weight, QuantizedArray):
         per_weight = 0.5 if weight.format == "int4" else 1.0
-        least = max(least, MOST_SCALES * (weight.group_size or 0) // depth)
+        if weight.group_size is not None:
+            depth *= 2 if inputs % (2 * depth) == 0 and weight.group_size >= DEPTH else 1
+            least = max(least, MOST_SCALES * weight.group_size // depth)
     splits = 1 if gated else _splits(tiles * width / (LANES * consumers), inputs // depth, least, cores)
     ring = int(depth * (LANES * consumers * (2 if gated else 1) * per_weight + tile * itemsize))
-    return DecodeConfig(tile, cores, consumers, depth, min(SHARED_MEMORY // ring, 8), splits, band=8)
+    return DecodeConfig(tile, cores, consumers, depth, min(SHARED_MEMORY // ring, 8), splits, band=4)
 
 
 def _splits(units: float, steps: int, least: int, cores: int) -> int:

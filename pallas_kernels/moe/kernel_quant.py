@@ -62,7 +62,8 @@ def quant_rows(
             return split, row, column * (LANES * consumers), gmem["experts"][row]
 
         def produce() -> None:
-            plgpu.set_max_registers(40, action="decrease")
+            if config.registers is not None:
+                plgpu.set_max_registers(40, action="decrease")
 
             def unit(u: jax.Array, count: jax.Array) -> jax.Array:
                 split, row, column, expert = place(u)
@@ -94,7 +95,8 @@ def quant_rows(
                     plgpu.barrier_wait(sm["free"].at[lax.rem(count - 1 - s, stages)])
 
         def consume() -> None:
-            plgpu.set_max_registers(config.registers, action="increase")
+            if config.registers is not None:
+                plgpu.set_max_registers(config.registers, action="increase")
 
             mine = pl.ds(pl.multiple_of(wg * LANES, LANES), LANES)
 

@@ -275,7 +275,8 @@ def test_sizes_of_tiles():
     assert sizes(8, 2, gate_up, 14336, 4096, gated=False).splits == 2, "two experts alone do not keep 132 cores busy"
     assert sizes(8, 2, gate_up, 2048, 768, gated=True).consumers == 1
     assert sizes(32, 128, gate_up, 2880, 2880, gated=True).consumers == 1
-    assert sizes(32, 128, down, 2048, 4096, gated=False).depth == 128
+    assert [sizes(32, 128, down, inputs, 4096, gated=False).depth for inputs in (2048, 1920)] == [256, 128]
+    assert [dataclasses.replace(few, consumers=n).registers for n in (1, 2, 3, 4)] == [None, 232, 152, 104]
 
     many = functools.partial(config.prefill, dtype=jnp.bfloat16, cores=132)
     assert many(14336, gated=True) == PrefillConfig(132, piece=128, stages=4, band=16)
