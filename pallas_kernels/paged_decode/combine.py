@@ -94,4 +94,4 @@ def merge(
 
 def parts_at_once(blocks: int, rows: int) -> int:
     """Parts loaded together: about as many as a row has."""
-    return min(16, max(2, blocks // max(1, rows) + 2))
+    return min(16, max(4, blocks // max(1, rows) + 2))
