@@ -11,7 +11,7 @@ from pallas_kernels import choice
 from pallas_kernels.formats import QuantizedArray
 from pallas_kernels.fused_mlp import xla
 from pallas_kernels.fused_mlp.activations import NAMES, Activation
-from pallas_kernels.fused_mlp.config import STREAMED_TOKENS, stream_config, tiled_config
+from pallas_kernels.fused_mlp.config import BUSY, STREAMED_TOKENS, TiledConfig, stream_busy, stream_config, tiled_busy
 from pallas_kernels.fused_mlp.stream import stream
 from pallas_kernels.fused_mlp.tiled import tiled
 from pallas_kernels.quant_matmul import quant_matmul
@@ -48,7 +48,11 @@ def gate_up(
     if isinstance(weight, QuantizedArray):
         return xla.activated(quant_matmul(x, weight, **options), bias, activation, gated)
     parts = 2 if gated else 1
-    obstacle = gate_up_obstacle(x, weight.dtype, parts, outputs[-1], target)
+    obstacle = _obstacle(x, weight.dtype, outputs[-1], target)
+    if obstacle is None and implementation is None:
+        obstacle = gate_up_loses(x.shape[0], x.shape[1], parts, outputs[-1], target)
+    if obstacle is None and not gated and x.shape[0] > STREAMED_TOKENS:
+        obstacle = f"without a gate, over {STREAMED_TOKENS} tokens, XLA's matmul is as fast"
     if choice.resolve("gate_up", implementation, obstacle) == "xla":
         return xla.gate_up(x, weight, bias, activation, gated)
     tokens, mlp, x = x.shape[0], outputs[-1], _whole_tiles(x)
@@ -58,7 +62,7 @@ def gate_up(
         config = stream_config(x.shape[0], x.shape[1], parts, mlp, target.cores)
         out = stream(x, weight, bias, None, activation=activation, config=config, interpret=interpret)
     else:
-        tiles = tiled_config(tokens)
+        tiles = TiledConfig()
         out = tiled(x, weight, bias, activation=activation, cores=target.cores, config=tiles, interpret=interpret)
     return out[:tokens]
 
@@ -86,7 +90,11 @@ def down(
     options: dict[str, Any] = {"target": target, "implementation": implementation, "interpret": interpret}
     if isinstance(weight, QuantizedArray):
         return xla.added(quant_matmul(hidden, weight, **options), residual, bias)
-    obstacle = down_obstacle(hidden, weight.dtype, outputs[-1], target)
+    obstacle = _obstacle(hidden, weight.dtype, outputs[-1], target)
+    if obstacle is None and hidden.shape[0] > STREAMED_TOKENS:
+        obstacle = f"over {STREAMED_TOKENS} tokens XLA's matmul, which adds the residual itself, is as fast"
+    if obstacle is None and implementation is None:
+        obstacle = down_loses(hidden.shape[0], hidden.shape[1], outputs[-1], target)
     if choice.resolve("down", implementation, obstacle) == "xla":
         return xla.down(hidden, weight, residual, bias)
     tokens, hidden = hidden.shape[0], _whole_tiles(hidden)
@@ -137,22 +145,22 @@ def _whole_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, missing), (0, 0))) if missing else x
 
 
-def gate_up_obstacle(x: jax.Array, weight_dtype: Any, parts: int, mlp: int, target: Target) -> str | None:
-    """Why the kernel of gate_up cannot run with these shapes, or does not win; None if it does."""
-    if obstacle := _obstacle(x, weight_dtype, mlp, target):
-        return obstacle
-    if parts == 1 and x.shape[0] > STREAMED_TOKENS:
-        return f"without a gate, over {STREAMED_TOKENS} tokens, XLA's matmul is as fast"
-    return None
+def gate_up_loses(tokens: int, inputs: int, parts: int, mlp: int, target: Target) -> str | None:
+    """Why XLA is faster where the kernel of gate_up could run, or None."""
+    if tokens > STREAMED_TOKENS:
+        return _idle(tiled_busy(tokens, mlp, target.cores))
+    return _idle(stream_busy(inputs, parts, mlp, target.cores))
 
 
-def down_obstacle(hidden: jax.Array, weight_dtype: Any, outputs: int, target: Target) -> str | None:
+def down_loses(tokens: int, inputs: int, outputs: int, target: Target) -> str | None:
     """The same of down."""
-    if obstacle := _obstacle(hidden, weight_dtype, outputs, target):
-        return obstacle
-    if hidden.shape[0] > STREAMED_TOKENS:
-        return f"over {STREAMED_TOKENS} tokens XLA's matmul, which adds the residual itself, is as fast"
-    return None
+    if tokens < 8:
+        return "below 8 tokens XLA's matmul is as fast"
+    return _idle(stream_busy(inputs, 1, outputs, target.cores))
+
+
+def _idle(share: float) -> str | None:
+    return f"its tiles keep only {share:.0%} of the multiprocessors busy" if share < BUSY else None
 
 
 def _obstacle(x: jax.Array, weight_dtype: Any, outputs: int, target: Target) -> str | None:

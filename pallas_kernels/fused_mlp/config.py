@@ -1,11 +1,18 @@
-"""Tile sizes of the kernels, by shape."""
+"""Tile sizes of the kernels, by shape: what measurements on an H200 say."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes a block may use; two blocks share an SM up to half of 228 KB each, 1 KB of it reserved."""
+SHARED_MEMORY = 226 * 1024
+"""Bytes that a block's ring and buffers may take together; barriers come on top."""
+STREAMED_TOKENS = 64
+"""Up to here time goes into reading the weights."""
+BUSY = 0.8
+"""Share of the multiprocessors that tiles must keep busy for a kernel to win."""
+
+SHAPES = {2: ((2, 1), (1, 1), (1, 2)), 1: ((1, 1), (1, 2))}
+"""By parts: consumers of a block, blocks of a cluster; the faster first. Clusters of 4 leave multiprocessors idle."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +28,9 @@ class StreamConfig:
     stages: int = 4
     """Chunks in flight."""
     blocks: int | None = None
-    """Persistent blocks; None: one for each tile."""
+    """Persistent blocks (clusters, if split); None: one for each tile."""
     split: int = 1
     """Blocks that share the inputs of a tile: a cluster."""
-    lead: int = 0
-    """Chunks that each block but the first of a cluster has less than its share: its sums travel meanwhile."""
-    auto_barriers: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,25 +43,40 @@ class TiledConfig:
     """Chunks of 64 inputs in flight."""
     group: int = 8
     """Tiles along the tokens whose columns are done together, so that the L2 cache holds both operands."""
-    cluster: int = 2
-    """Blocks, along the tokens, that share the loads of the weights."""
+    cluster: int = 1
+    """Blocks, along the tokens, that share the loads of the weights: 2 is no faster, and slower for few tokens."""
 
 
-STREAMED_TOKENS = 64
-"""Up to here time goes into reading the weights."""
+def busy(tiles: int, cores: int) -> float:
+    """Share of all multiprocessors' time that equal tiles fill."""
+    return tiles / (-(-tiles // cores) * cores)
 
 
 def stream_config(tokens: int, inputs: int, parts: int, outputs: int, cores: int) -> StreamConfig:
+    """parts: 2 for gate and up; outputs: a multiple of 64, of each part."""
     rows = -(-tokens // 8) * 8
-    consumers = 2 if parts == 2 and outputs % 128 == 0 else 1
-    split = 1
-    if parts == 1 and inputs >= 2048:
-        split = 2
-    sums = (split - 1) * parts * rows * 64 * 4
-    free = SHARED_MEMORY - consumers * (rows * 128 + sums) - 2048
-    stage = 64 * 2 * (parts * 64 * consumers + rows)
-    return StreamConfig(rows, consumers, stages=free // stage, split=split)
+    # The first that keeps most busy, else the one that keeps the most so.
+    consumers, split = max(SHAPES[parts], key=lambda shape: min(_stream_busy(inputs, outputs, shape, cores), BUSY))
+    buffers = consumers * rows * (64 * 2 + (split - 1) * parts * 64 * 4)
+    chunk_bytes = 64 * 2 * (parts * 64 * consumers + rows)
+    chunks = (SHARED_MEMORY - buffers) // chunk_bytes
+    # Twice the inputs at a time is faster, as long as three of them fit.
+    chunk = 128 if inputs % 128 == 0 and chunks >= 6 else 64
+    tiles = outputs // (64 * consumers)
+    return StreamConfig(rows, consumers, chunk, chunks * 64 // chunk, min(tiles, cores // split), split)
 
 
-def tiled_config(tokens: int) -> TiledConfig:
-    return TiledConfig(cluster=2 if tokens > 128 else 1)
+def stream_busy(inputs: int, parts: int, outputs: int, cores: int) -> float:
+    """Share of the multiprocessors that the best configuration keeps busy."""
+    return max(_stream_busy(inputs, outputs, shape, cores) for shape in SHAPES[parts])
+
+
+def _stream_busy(inputs: int, outputs: int, shape: tuple[int, int], cores: int) -> float:
+    consumers, split = shape
+    fits = outputs % (64 * consumers) == 0 and inputs >= (128 * split if split > 1 else 1)
+    return busy(outputs // (64 * consumers) * split, cores) if fits else 0.0
+
+
+def tiled_busy(tokens: int, outputs: int, cores: int) -> float:
+    """Share of the multiprocessors that `tiled` keeps busy."""
+    return busy(-(-tokens // 128) * -(-outputs // TiledConfig.columns), cores)

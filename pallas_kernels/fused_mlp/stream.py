@@ -47,8 +47,6 @@ def stream(
     width, steps, split = consumers * COLUMNS, inputs // chunk, config.split
     tiles = outputs // width
     blocks = min(config.blocks or tiles, tiles)
-    other_steps = steps // split - config.lead
-    first_steps = steps - (split - 1) * other_steps
 
     def publish() -> None:
         """What other blocks of the cluster wrote and the copy engine reads: barriers between blocks do not order it."""
@@ -66,13 +64,13 @@ def stream(
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         turns = pl.cdiv(tiles - block, blocks)
         rank = lax.axis_index("split") if split > 1 else jnp.int32(0)
-        mine = jnp.where(rank == 0, first_steps, other_steps) if split > 1 else steps
-        start = jnp.where(rank == 0, 0, first_steps + (rank - 1) * other_steps)
+        # The blocks of a cluster take turns: what is read at about the same time is close together in memory.
+        mine = (steps - 1 - rank) // split + 1 if split > 1 else steps
 
         def produce() -> None:
             def load(i: jax.Array, _: None) -> None:
                 column = pl.multiple_of((block + i // mine * blocks) * width, width)
-                k = pl.multiple_of((start + lax.rem(i, mine)) * chunk, chunk)
+                k = pl.multiple_of((lax.rem(i, mine) * split + rank) * chunk, chunk)
                 slot = lax.rem(i, stages)
 
                 @pl.when(i >= stages)
@@ -180,7 +178,7 @@ def stream(
                 plgpu.copy_smem_to_gmem(out, gmem["out"].at[pl.ds(0, rows), pl.ds(column, COLUMNS)])
 
             lax.fori_loop(0, turns, tile, None)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(wg == consumers)(produce)
         pl.when(wg < consumers)(consume)
@@ -216,6 +214,6 @@ def stream(
         num_threads=consumers + 1,
         thread_name="wg",
         scratch_types=[scratch],
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=not config.auto_barriers),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         **interpreted(interpret),
     )(*[a for a in (x, weight, bias, residual) if a is not None])[0]

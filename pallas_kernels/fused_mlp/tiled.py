@@ -142,7 +142,7 @@ def tiled(
                         plgpu.copy_smem_to_gmem(out, out_g.at[pl.ds(row + wg * ROWS, ROWS), pl.ds(at, PIECE)])
 
             lax.fori_loop(0, turns, tile, None)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(wg == CONSUMERS)(produce)
         pl.when(wg < CONSUMERS)(consume)

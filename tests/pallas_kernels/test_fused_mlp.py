@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import choice
 from pallas_kernels.formats import quantize
-from pallas_kernels.fused_mlp import down, fused_mlp, gate_up, reference
+from pallas_kernels.fused_mlp import activations, down, fused_mlp, gate_up, reference
 from pallas_kernels.fused_mlp.activations import NAMES
 from pallas_kernels.fused_mlp.config import StreamConfig
 from pallas_kernels.fused_mlp.stream import stream
@@ -152,8 +154,8 @@ def test_many_tokens(implementation, tokens, dtype):
 @pytest.mark.parametrize(
     "config",
     [
-        StreamConfig(rows=16, stages=2, split=2, lead=1, blocks=1),
-        StreamConfig(rows=16, consumers=2, stages=3, split=4),
+        StreamConfig(rows=16, stages=2, split=2, blocks=1),
+        StreamConfig(rows=16, consumers=2, stages=2, split=3),
         StreamConfig(rows=16, stages=2, chunk=128, blocks=1),
     ],
     ids=str,
@@ -164,3 +166,28 @@ def test_every_way_to_split_the_work(config):
         out = stream(x, weight, None, residual, activation="silu", config=config, interpret=interpret)
         out = np.asarray(out.astype(jnp.float32))
     close(out, reference.gate_up(x, weight) + residual.astype(jnp.float32), "bfloat16")
+
+
+def test_the_error_function_of_kernels():
+    x = jnp.linspace(-6.0, 6.0, 4001)
+    np.testing.assert_allclose(activations.erf(x), jax.lax.erf(x), rtol=0, atol=5e-7)
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "obstacle"),
+    [
+        (gate_up, [(16, 4096), (4096, 2, 14336)], None),
+        (gate_up, [(512, 4096), (4096, 2, 14336)], None),
+        (gate_up, [(16, 4096), (4096, 2, 256)], "its tiles keep only 6% of the multiprocessors busy"),
+        (gate_up, [(128, 4096), (4096, 2, 7168)], "its tiles keep only 42% of the multiprocessors busy"),
+        (down, [(16, 14336), (14336, 4096)], None),
+        (down, [(4, 14336), (14336, 4096)], "below 8 tokens XLA's matmul is as fast"),
+        (down, [(65, 14336), (14336, 4096)], "over 64 tokens XLA's matmul, which adds the residual itself, is as fast"),
+    ],
+)
+def test_what_runs_where(op, shapes, obstacle):
+    with choice.recorded() as decisions:
+        jax.eval_shape(
+            functools.partial(op, target=H200), *[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        )
+    assert [decision.obstacle for decision in decisions] == [obstacle]
