@@ -126,8 +126,7 @@ class Shapes:
             memory |= {
                 "k8": tile(self.cache_dtype, keys_ring[1:], self.slab),
                 "v8": tile(self.cache_dtype, (self.copies, *values_ring[1:])),
-                "k_scales": plgpu.SMEM((keys,), jnp.float32),
-                "v_scales": plgpu.SMEM((self.copies, self.copy_keys), jnp.float32),
+                "scales": plgpu.SMEM((2 * keys,), jnp.float32),  # of keys, then of values
                 "k8_full": plgpu.Barrier(num_arrivals=2 * self.copies),
                 "v8_full": plgpu.Barrier(num_arrivals=2 * self.copies),
             }

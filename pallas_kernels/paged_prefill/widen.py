@@ -33,7 +33,7 @@ def fetch_keys(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array)
     head = lax.div(tile.head, shapes.q_per_kv)
     for rows, page, offset in copies(shapes, refs, tile, j):
         plgpu.copy_gmem_to_smem(refs["k"].at[page, head, offset], memory["k8"].at[rows], memory["k8_full"])
-        plgpu.copy_gmem_to_smem(refs["k_scales"].at[page, head, offset], memory["k_scales"].at[rows], memory["k8_full"])
+        plgpu.copy_gmem_to_smem(refs["k_scales"].at[page, head, offset], memory["scales"].at[rows], memory["k8_full"])
 
 
 def fetch_values(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array) -> None:
@@ -42,7 +42,9 @@ def fetch_values(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Arra
     for copy, (_rows, page, offset) in enumerate(copies(shapes, refs, tile, j)):
         target = memory["v8"].at[copy, dims]
         plgpu.copy_gmem_to_smem(refs["v"].at[page, head, dims, offset], target, memory["v8_full"])
-        plgpu.copy_gmem_to_smem(refs["v_scales"].at[page, head, offset], memory["v_scales"].at[copy], memory["v8_full"])
+        plgpu.copy_gmem_to_smem(
+            refs["v_scales"].at[page, head, offset], memory["scales"].at[value_scales(shapes, copy)], memory["v8_full"]
+        )
 
 
 def widen_keys(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array, slot: jax.Array) -> None:
@@ -51,7 +53,7 @@ def widen_keys(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Array,
     @pl.loop(0, shapes.config.keys // ROWS)
     def _(part: jax.Array) -> None:  # a loop, unlike its unrolling, needs the registers of one turn
         rows = pl.ds(pl.multiple_of(part * ROWS, ROWS), ROWS)
-        scales = plgpu.load(memory["k_scales"].at[rows], layout=LAYOUT.reduce(1))
+        scales = plgpu.load(memory["scales"].at[rows], layout=LAYOUT.reduce(1))
 
         @pl.loop(0, shapes.slabs)
         def _(slab: jax.Array) -> None:
@@ -73,7 +75,7 @@ def widen_values(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Arra
 
     @pl.loop(0, shapes.copies)
     def _(copy: jax.Array) -> None:
-        scales = plgpu.load(memory["v_scales"].at[copy], layout=LAYOUT.reduce(0))
+        scales = plgpu.load(memory["scales"].at[value_scales(shapes, copy)], layout=LAYOUT.reduce(0))
         token = copy * size + plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=LAYOUT.reduce(0))
         seen = (token >= low) & (token < high)
         scales = jnp.where(seen, scales, jnp.zeros_like(scales))
@@ -90,3 +92,9 @@ def widen_values(shapes: Shapes, refs: Any, memory: Any, tile: Tile, j: jax.Arra
     plgpu.commit_smem()
     plgpu.barrier_arrive(memory["v_full"].at[slot])
     pl.when(j + 1 < tile.steps(shapes)[3])(lambda: fetch_values(shapes, refs, memory, tile, j + 1))
+
+
+def value_scales(shapes: Shapes, copy: int | jax.Array) -> pl.Slice:
+    """Where the scales of a copy's values lie."""
+    start = shapes.config.keys + copy * shapes.copy_keys
+    return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, shapes.copy_keys), shapes.copy_keys)
