@@ -43,8 +43,6 @@ class TiledConfig:
     """Chunks of 64 inputs in flight."""
     group: int = 8
     """Tiles along the tokens whose columns are done together, so that the L2 cache holds both operands."""
-    cluster: int = 1
-    """Blocks, along the tokens, that share the loads of the weights: 2 is no faster, and slower for few tokens."""
 
 
 def busy(tiles: int, cores: int) -> float:
