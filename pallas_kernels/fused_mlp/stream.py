@@ -47,6 +47,8 @@ def stream(
     width, steps, split = consumers * COLUMNS, inputs // chunk, config.split
     tiles = outputs // width
     blocks = min(config.blocks or tiles, tiles)
+    other_steps = steps // split
+    first_steps = steps - (split - 1) * other_steps
 
     def publish() -> None:
         """What other blocks of the cluster wrote and the copy engine reads: barriers between blocks do not order it."""
@@ -64,13 +66,13 @@ def stream(
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         turns = pl.cdiv(tiles - block, blocks)
         rank = lax.axis_index("split") if split > 1 else jnp.int32(0)
-        # The blocks of a cluster take turns: what is read at about the same time is close together in memory.
-        mine = (steps - 1 - rank) // split + 1 if split > 1 else steps
+        mine = jnp.where(rank == 0, first_steps, other_steps) if split > 1 else steps
+        start = jnp.where(rank == 0, 0, first_steps + (rank - 1) * other_steps)
 
         def produce() -> None:
             def load(i: jax.Array, _: None) -> None:
                 column = pl.multiple_of((block + i // mine * blocks) * width, width)
-                k = pl.multiple_of((lax.rem(i, mine) * split + rank) * chunk, chunk)
+                k = pl.multiple_of((start + lax.rem(i, mine)) * chunk, chunk)
                 slot = lax.rem(i, stages)
 
                 @pl.when(i >= stages)

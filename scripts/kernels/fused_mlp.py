@@ -67,4 +67,4 @@ def down_case(tokens: int) -> Case:
 
 def cases() -> list[Case]:
     gate_ups = [gate_up_case(tokens) for tokens in (1, 16, 64, 512, 2048, 8192)]
-    return gate_ups + [down_case(tokens) for tokens in (1, 16, 64)]
+    return gate_ups + [down_case(tokens) for tokens in (16, 32, 64)]
