@@ -13,6 +13,9 @@ from pallas_kernels.formats import QuantizedArray
 from pallas_kernels.quant_matmul import config, kernel, xla
 from pallas_kernels.target import CPU, Target
 
+UNPROVEN = (
+    "its kernel is right in the interpreter, and has not been checked and timed on a GPU: implementation='mosaic'"
+)
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -32,6 +35,7 @@ def quant_matmul(
     out_dtype, by default x's; float32 is the sum as it is, for logits. activations: round x, too, to the weight's 8-bit
     format, each row with a scale of its own; faster with many rows, and less exact: about 1 % (int8) or 4 % (fp8) of a
     random product's size.
+    implementation: None is XLA until the kernel has been proven on a GPU (`scripts/bench_kernels.py --only quant`).
     interpret: an InterpretGPUParams runs the kernel on any machine.
     Raises ValueError for shapes and dtypes that do not fit, and for `activations` other than the weight's format.
     """
@@ -49,6 +53,8 @@ def quant_matmul(
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     cut = config.choose(x.shape[0], flat, out_dtype.itemsize, target)
     obstacle = _obstacle(x, flat, activations, target, cut)
+    if implementation is None and obstacle is None:
+        obstacle = UNPROVEN
     if choice.resolve("quant_matmul", implementation, obstacle) == "mosaic":
         assert cut is not None
         out = kernel.quant_matmul(x, flat, out_dtype, cut, interpret=interpret)

@@ -156,15 +156,12 @@ def quant_matmul(
                         for first in range(0, depth, piece):
                             x_t = x_s.at[:, pl.ds(first, piece)].transpose((1, 0))
                             multiply(acc, load(values, first), x_t, 0, piece)
-                            # A product stays under way while the next piece is widened: only then its slot is free.
-                            plgpu.wgmma_wait(1)
-                            if first == 0:
-                                pl.when(i > 0)(lambda: release(turn, i - 1))
+                            # wgmma reads registers until it ends: the next piece may not be widened into them before.
+                            plgpu.wgmma_wait(0)
+                        release(turn, i)
 
                     lax.fori_loop(0, steps, step, None)
-                    total = acc[...]
-                    release(turn, steps - 1)
-                    return total
+                    return acc[...]
 
                 return pl.run_scoped(accumulate, plgpu.ACC((ROWS, rows), F32)) * across_rows(scales)
 
@@ -295,7 +292,7 @@ def quant_matmul(
         num_threads=consumers + 1,
         thread_name="wg",
         scratch_types=[scratch],
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         **clustered,
         **interpreted(interpret),
     )(*inputs_g.values())

@@ -56,8 +56,9 @@ def case(
     _, weight = jax.eval_shape(make, jax.random.key(0))
     name = format + ("" if symmetric else " zeros") + (f" activations {activations}" if activations else "")
     run = functools.partial(quant_matmul, target=H200, activations=activations)  # type: ignore[arg-type]
-    programs = {"chosen": Program(run)}
+    programs = {"xla": Program(run, autotuned=True)}
     if activations is None:
+        programs = {"mosaic": Program(functools.partial(run, implementation="mosaic"))}
         programs["xla"] = Program(functools.partial(run, implementation="xla"), autotuned=True)
     programs["bf16"] = Program(jnp.matmul, prepare=widened, autotuned=True)
     return Case(

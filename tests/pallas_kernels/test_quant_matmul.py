@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import choice
 from pallas_kernels.formats import dequantize, quantize
 from pallas_kernels.quant_matmul import kernel, quant_matmul, reference, xla
 from pallas_kernels.quant_matmul.config import Config, choose
@@ -163,6 +164,14 @@ def test_why_the_kernel_does_not_run():
     x, weight = make(2, 1024, 64, "int4", "bfloat16")
     with pytest.raises(ValueError, match=r"int4 scales in x's dtype, float16, and these are bfloat16"):
         run(x.astype(jnp.float16), weight)
+
+
+def test_what_was_not_proven_on_a_gpu_is_not_the_default(caplog):
+    x, weight = make(2, 128, 128, "int8", "bfloat16")
+    choice._log_once.cache_clear()
+    with caplog.at_level("INFO"):
+        assert_equal(quant_matmul(x, weight, target=H200), x, weight)
+    assert "has not been checked and timed on a GPU" in caplog.text
 
 
 def test_tiles_spread_over_the_whole_gpu():
