@@ -11,7 +11,7 @@ from pallas_kernels import choice
 from pallas_kernels.formats import QuantizedArray
 from pallas_kernels.fused_mlp import xla
 from pallas_kernels.fused_mlp.activations import NAMES, Activation
-from pallas_kernels.fused_mlp.config import BUSY, STREAMED_TOKENS, TiledConfig, stream_config, tiled_busy
+from pallas_kernels.fused_mlp.config import BUSY, SPLIT_INPUTS, STREAMED_TOKENS, TiledConfig, stream_config, tiled_busy
 from pallas_kernels.fused_mlp.stream import stream
 from pallas_kernels.fused_mlp.tiled import tiled
 from pallas_kernels.quant_matmul import quant_matmul
@@ -157,10 +157,16 @@ def gate_up_loses(tokens: int, parts: int, mlp: int, cores: int) -> str | None:
 
 def down_loses(tokens: int, inputs: int, outputs: int, cores: int) -> str | None:
     """The same of down."""
+    if inputs < SPLIT_INPUTS:
+        tiles = outputs // 64
+        known = inputs >= 4096 and 64 <= tiles <= cores
+        return (
+            None
+            if known
+            else f"it is known to be faster from 4096 inputs with 64 to {cores} tiles, not {inputs} and {tiles}"
+        )
     if tokens < 16:
         return "below 16 tokens XLA's matmul is as fast"
-    if inputs < 8192:
-        return f"it is known to be faster from 8192 inputs, and these are {inputs}"
     return _one_wave(2 * outputs / 64, cores)
 
 

@@ -11,6 +11,10 @@ STREAMED_TOKENS = 64
 BUSY = 0.8
 """Share of the multiprocessors that tiles must keep busy for a kernel to win; measured with 0.85 and more."""
 
+SPLIT_INPUTS = 8192
+"""From here two blocks share the inputs of a tile without a gate. With 4096, a block for each tile was faster, although
+64 or 96 tiles leave multiprocessors idle."""
+
 SHAPES = {2: ((2, 1), (1, 1), (1, 2)), 1: ((1, 1), (1, 2))}
 """By parts: consumers of a block, blocks of a cluster; the faster first. Clusters of 4 leave multiprocessors idle."""
 
@@ -54,7 +58,8 @@ def stream_config(tokens: int, inputs: int, parts: int, outputs: int, cores: int
     """parts: 2 for gate and up; outputs: a multiple of 64, of each part."""
     rows = -(-tokens // 8) * 8
     # The first that keeps most busy, else the one that keeps the most so.
-    consumers, split = max(SHAPES[parts], key=lambda shape: min(_stream_busy(inputs, outputs, shape, cores), BUSY))
+    shapes = SHAPES[parts] if parts == 2 or inputs >= SPLIT_INPUTS else ((1, 1),)
+    consumers, split = max(shapes, key=lambda shape: min(_stream_busy(inputs, outputs, shape, cores), BUSY))
     buffers = consumers * rows * (64 * 2 + (split - 1) * parts * 64 * 4)
     chunk_bytes = 64 * 2 * (parts * 64 * consumers + rows)
     chunks = (SHARED_MEMORY - buffers) // chunk_bytes

@@ -186,7 +186,17 @@ def test_the_error_function_of_kernels():
         (gate_up, [(128, 4096), (4096, 2, 7168)], "its tiles keep only 42% of the multiprocessors busy"),
         (down, [(16, 14336), (14336, 4096)], None),
         (down, [(15, 14336), (14336, 4096)], "below 16 tokens XLA's matmul is as fast"),
-        (down, [(16, 1792), (1792, 4096)], "it is known to be faster from 8192 inputs, and these are 1792"),
+        (down, [(1, 4096), (4096, 6144)], None),
+        (
+            down,
+            [(16, 4096), (4096, 512)],
+            "it is known to be faster from 4096 inputs with 64 to 132 tiles, not 4096 and 8",
+        ),
+        (
+            down,
+            [(16, 1792), (1792, 4096)],
+            "it is known to be faster from 4096 inputs with 64 to 132 tiles, not 1792 and 64",
+        ),
         (down, [(65, 14336), (14336, 4096)], "over 64 tokens XLA's matmul, which adds the residual itself, is as fast"),
     ],
 )
