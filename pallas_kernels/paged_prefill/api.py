@@ -63,8 +63,8 @@ def paged_prefill(
     return kernel.paged_prefill(q, pages, block_tables, plan, **options, interpret=interpret)
 
 
-def obstacle(q: jax.Array, pages: KVPages, target: Target) -> str | None:
-    """Why the kernel cannot run; None if it can, and then it wins."""
+def obstacle(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, target: Target) -> str | None:
+    """Why the kernel cannot run; None if it can, and then it wins. Of q only shape and dtype count."""
     if reason := target.lacks_hopper():
         return reason
     if q.dtype not in (jnp.bfloat16, jnp.float16):
