@@ -11,6 +11,8 @@ ROWS = 64
 """Query rows of a warpgroup: what one matrix instruction takes."""
 CONSUMERS = 2
 """Warpgroups that compute; one more loads."""
+REGISTERS = (CONSUMERS + 1) * 168
+"""Of one thread of each warpgroup: what 65536 allow 384 threads, in eights, at the launch."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,16 @@ class Config:
     share_output: bool
     """Whether results leave through the queries' memory: less of it, but the next queries wait."""
     consumer_registers: int = 232
-    """A thread; 2 consumers and the producer have 512 together."""
-    producer_registers: int = 48
+    """A thread. Consumers take what the producer gives up of the 168 that each starts with; were there less, they would
+    wait for it for ever."""
+    producer_registers: int = 40
     blocks_per_core: int = 1
     """0: a block for every tile, scheduled by the hardware."""
+
+    def __post_init__(self) -> None:
+        used = CONSUMERS * self.consumer_registers + self.producer_registers
+        if used > REGISTERS:
+            raise ValueError(f"consumers and producer take {used} registers of {REGISTERS}: the kernel would not start")
 
     @property
     def rows_tokens(self) -> int:
@@ -52,7 +60,7 @@ def choose(q_per_kv: int, head_dim: int, cache_dtype: Any) -> Config:
     heads = tile_heads(q_per_kv)
     if jnp.dtype(cache_dtype).itemsize == 1:  # the producer widens: it needs registers, and memory for what it widens
         stages = 4 if head_dim <= 128 else 2
-        return Config(heads, 64, stages, share_output=True, consumer_registers=216, producer_registers=80)
+        return Config(heads, 64, stages, share_output=True, consumer_registers=208, producer_registers=88)
     if head_dim <= 128:
         return Config(heads, keys=128, stages=2, share_output=False)
     return Config(heads, keys=64, stages=2, share_output=head_dim > 192)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.paged_prefill import make_plan, paged_prefill, reference
+from pallas_kernels.paged_prefill import config, make_plan, paged_prefill, reference
 from pallas_kernels.target import CPU, H200, HOPPER, Target
 from tests.pallas_kernels.interpreter import interpreter
 from tests.pallas_kernels.paged_cases import Layout, make_cache, normal
@@ -123,3 +125,13 @@ def test_says_why_it_cannot_run(change, message):
 
     with pytest.raises(ValueError, match=f"the kernel of paged_prefill cannot run: .*{message}"):
         jax.eval_shape(call, *arguments(**change))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_warpgroups_do_not_wait_for_registers_that_nobody_gives_up(head_dim, dtype):
+    """65536 registers over 384 threads are 168 each, in eights; what one warpgroup has more, others have less."""
+    chosen = config.choose(4, head_dim, jnp.dtype(dtype))
+    assert 2 * chosen.consumer_registers + chosen.producer_registers <= 3 * 168
+    with pytest.raises(ValueError, match="take 512 registers of 504: the kernel would not start"):
+        dataclasses.replace(chosen, consumer_registers=232, producer_registers=48)
