@@ -53,7 +53,8 @@ def paged_prefill(
     if sinks is not None:
         choice.check_shape("sinks", sinks, (pages.kv_heads, q_per_kv))
     choice.check_window(window)
-    chosen = choice.resolve("paged_prefill", implementation, obstacle(q, pages, target))
+    loses = "its 8-bit path has not run on a GPU yet" if pages.quantized else None
+    chosen = choice.resolve("paged_prefill", implementation, obstacle(q, pages, target), loses)
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if chosen == "xla":
         sizes = tiles.for_platform(target.platform)

@@ -31,7 +31,9 @@ def test_compiles(name):
 
     def attend(q, pages, tables, query_start, lengths, sinks):
         options["sinks"] = sinks
-        return paged_prefill(q, pages, tables, query_start, lengths, scale=0.1, **options, target=H200)
+        return paged_prefill(
+            q, pages, tables, query_start, lengths, scale=0.1, **options, target=H200, implementation="mosaic"
+        )
 
     q = array((tokens, kv_heads, q_per_kv, head_dim), jnp.bfloat16)
     pages = abstract_pages(1000, kv_heads, page_size, head_dim, cache)
