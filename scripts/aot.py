@@ -1,4 +1,4 @@
-"""Compile for H100 and H200 on a machine that has no GPU, and read what the compiler says of each kernel.
+"""Compile for H100, H200 and B200 on a machine that has no GPU, and read what the compiler says of each kernel.
 
 Needs the `aot` extra (the CUDA plugin of jax and nvcc; no GPU, driver, cuBLAS or cuDNN):
 
@@ -26,7 +26,8 @@ from jax.experimental import serialize_executable, topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SPECS = Path(__file__).parent / "specs"
-GPUS = ("h100", "h200")
+GPUS = ("h100", "h200", "b200")
+"""A process compiles Mosaic kernels for one architecture only, Hopper or Blackwell: the first one stays."""
 
 
 @dataclass(frozen=True)

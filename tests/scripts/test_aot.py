@@ -34,7 +34,7 @@ def crowded(x):
     return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
 
-@pytest.mark.parametrize("gpu", aot.GPUS)
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_a_mosaic_kernel_compiles(gpu):
     compiled, kernels = aot.compile_for_gpu(double, VECTOR, gpu=gpu)
     assert "mosaic_gpu" in compiled.as_text()
