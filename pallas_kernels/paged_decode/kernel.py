@@ -28,6 +28,7 @@ from pallas_kernels.mosaic import interpreted, swizzled
 from pallas_kernels.paged_decode import combine
 from pallas_kernels.paged_decode.config import KEYS, REDUCTION_BYTES, Config, round_up
 from pallas_kernels.paged_decode.plan import SLOTS, Plan
+from pallas_kernels.paged_decode.terms import Terms
 
 F32, I32 = jnp.float32, jnp.int32
 LOG2E = math.log2(math.e)
@@ -43,34 +44,6 @@ def over_keys(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, (1,))
-
-
-class Terms:
-    """A number as two of an 8-bit dtype: x = (high + low / step) / unit for |x| <= 1."""
-
-    def __init__(self, dtype: Any):
-        self.dtype = jnp.dtype(dtype)
-        self.integer = self.dtype == jnp.int8
-        self.unit, self.step = (127.0, 128.0) if self.integer else (256.0, 16.0)
-        self.sum = I32 if self.integer else F32
-
-    def split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Two terms, still in float32. x: in units, |x| <= unit."""
-        if self.integer:
-            high = jnp.round(x)
-            return high, jnp.round((x - high) * self.step)
-        # Round to the 4 significant bits of e4m3 as integers: compilers simplify what does it in floating point.
-        bits = lax.bitcast_convert_type(x, I32)
-        high = lax.bitcast_convert_type((bits + 0x80000) & ~0xFFFFF, F32)
-        return high, (x - high) * self.step
-
-    def store(self, ref: Any, x: jax.Array) -> None:
-        """Write [rows, columns] in WGMMA layout, transposed, as 8 bits."""
-        x = plgpu.layout_cast(x, WG_T)
-        ref.transpose((1, 0))[...] = (x.astype(I32) if self.integer else x).astype(self.dtype)
-
-    def join(self, high: jax.Array, low: jax.Array) -> jax.Array:
-        return high.astype(F32) + low.astype(F32) * (1 / self.step)
 
 
 def attend(
