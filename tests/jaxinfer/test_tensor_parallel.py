@@ -75,7 +75,7 @@ def test_weights_and_cache_are_sharded(size, models):
         assert [shard.data.nbytes for shard in leaf.addressable_shards] == [leaf.nbytes // shards] * size, path
         assert shards == size or path.endswith("scale"), path
     for layer in runner.state.cache:
-        for leaf in layer.values():
+        for leaf in jax.tree.leaves(layer):
             assert {shard.data.shape[1] for shard in leaf.addressable_shards} == {max(2, size) // size}
             assert len({shard.device for shard in leaf.addressable_shards}) == size
 
