@@ -49,11 +49,10 @@ def gate_up(
         return xla.activated(quant_matmul(x, weight, **options), bias, activation, gated)
     parts = 2 if gated else 1
     obstacle = _obstacle(x, weight.dtype, outputs[-1], target)
-    if obstacle is None and implementation is None:
-        obstacle = gate_up_loses(x.shape[0], parts, outputs[-1], target.cores)
     if obstacle is None and not gated and x.shape[0] > STREAMED_TOKENS:
         obstacle = f"without a gate, over {STREAMED_TOKENS} tokens, XLA's matmul is as fast"
-    if choice.resolve("gate_up", implementation, obstacle) == "xla":
+    loses = None if obstacle else gate_up_loses(x.shape[0], parts, outputs[-1], target.cores)
+    if choice.resolve("gate_up", implementation, obstacle, loses) == "xla":
         return xla.gate_up(x, weight, bias, activation, gated)
     tokens, mlp, x = x.shape[0], outputs[-1], _whole_tiles(x)
     weight = weight.reshape(weight.shape[0], parts, mlp)
@@ -93,9 +92,8 @@ def down(
     obstacle = _obstacle(hidden, weight.dtype, outputs[-1], target)
     if obstacle is None and hidden.shape[0] > STREAMED_TOKENS:
         obstacle = f"over {STREAMED_TOKENS} tokens XLA's matmul, which adds the residual itself, is as fast"
-    if obstacle is None and implementation is None:
-        obstacle = down_loses(hidden.shape[0], hidden.shape[1], outputs[-1], target.cores)
-    if choice.resolve("down", implementation, obstacle) == "xla":
+    loses = None if obstacle else down_loses(hidden.shape[0], hidden.shape[1], outputs[-1], target.cores)
+    if choice.resolve("down", implementation, obstacle, loses) == "xla":
         return xla.down(hidden, weight, residual, bias)
     tokens, hidden = hidden.shape[0], _whole_tiles(hidden)
     residual = None if residual is None else _whole_tiles(residual)

@@ -53,9 +53,7 @@ def quant_matmul(
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     cut = config.choose(x.shape[0], flat, out_dtype.itemsize, target)
     obstacle = _obstacle(x, flat, activations, target, cut)
-    if implementation is None and obstacle is None:
-        obstacle = UNPROVEN
-    if choice.resolve("quant_matmul", implementation, obstacle) == "mosaic":
+    if choice.resolve("quant_matmul", implementation, obstacle, loses=UNPROVEN) == "mosaic":
         assert cut is not None
         out = kernel.quant_matmul(x, flat, out_dtype, cut, interpret=interpret)
     elif activations is not None:
@@ -83,7 +81,7 @@ def _flat(weight: QuantizedArray) -> QuantizedArray:
 def _obstacle(
     x: jax.Array, weight: QuantizedArray, activations: str | None, target: Target, cut: config.Config | None
 ) -> str | None:
-    """Why the kernel cannot run, or does not win, here; None if it does."""
+    """Why the kernel cannot run here; None if it can."""
     if activations is not None:
         return "8-bit activations are XLA's matmul"
     if (lack := target.lacks_hopper()) is not None:
