@@ -56,6 +56,8 @@ def test_kernels_in_every_layer_and_the_cache_in_place(shape, cache_dtype, quant
     assert len(calls) == per_layer * LAYERS
     # A loop or a branch on the device would make the GPU wait for the host, and split the CUDA graph.
     assert not re.findall(r" (?:while|conditional)\(", text)
+    # A kernel that is handed a slice of the packed batch refuses it on the GPU, for it is not aligned.
+    assert "dynamic_slice_fusion" not in text
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes / 4
