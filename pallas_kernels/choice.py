@@ -76,7 +76,7 @@ def check_shape(name: str, array: jax.Array, shape: tuple[int | None, ...]) -> N
         raise ValueError(f"{name} has shape {array.shape}; it must be [{wanted}]")
 
 
-def check_window(window: int | None) -> None:
-    """ValueError for a window that is not None and below 1."""
+def check_window(window: int | None, name: str = "window") -> None:
+    """ValueError for a window, or what `name` says, that is not None and below 1."""
     if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1 token, or None for all")
+        raise ValueError(f"{name} is {window}; it must be at least 1 token, or None for all")

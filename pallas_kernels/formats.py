@@ -10,10 +10,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-type Format = Literal["int8", "fp8", "int4"]
+type Format = Literal["int8", "fp8", "int4", "mxfp4"]
 FORMATS: tuple[Format, ...] = ("int8", "fp8", "int4")
+"""Those that every operation takes. mxfp4 is for experts, which some checkpoints have so (gpt-oss)."""
 GROUP_SIZES = (32, 64, 128)
 """Inputs that share a scale in int4."""
+MXFP4_GROUP = 32
+"""Inputs that share a scale in mxfp4 (OCP Microscaling 1.0)."""
 
 
 @functools.partial(
@@ -27,18 +30,20 @@ class QuantizedArray:
     """
 
     values: jax.Array
-    """int8: [*outputs, inputs] int8; fp8: the same, float8_e4m3fn; int4: [*outputs, inputs / 2] uint8 (`pack_int4`)."""
+    """int8: [*outputs, inputs] int8; fp8: the same, float8_e4m3fn; int4: [*outputs, inputs / 2] uint8 (`pack_int4`);
+    mxfp4: the same, of codes 0..15 less 8: sign, 2 bits of exponent, 1 of mantissa (E2M1)."""
     scales: jax.Array
-    """[*outputs] f32; int4: [*outputs, inputs / group_size] in the activations' dtype."""
+    """[*outputs] f32; int4: [*outputs, inputs / group_size] in the activations' dtype; mxfp4: the same, uint8, the
+    exponent of 2 plus 127 (E8M0); 255 is NaN, and 0, below what float32 arithmetic keeps, is zero."""
     zeros: jax.Array | None
     """int4 with zero points: like `scales`, the value in -8..7 that stands for 0, whole; None: symmetric."""
     format: Format
     group_size: int | None = None
-    """int4 only."""
+    """int4 and mxfp4 only: inputs that share a scale."""
 
     @property
     def inputs(self) -> int:
-        return self.values.shape[-1] * (2 if self.format == "int4" else 1)
+        return self.values.shape[-1] * (1 if self.group_size is None else 2)
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -58,9 +63,10 @@ def quantize(
     """weight: [*batch, *inputs, *outputs], `contract` dimensions of inputs, which become one.
 
     Rounds to nearest. int8 and fp8 have a scale per output; int4 one per output and `group_size` inputs, and, unless
-    `symmetric`, a zero point. Raises ValueError for an unknown format and for groups that do not divide the inputs.
+    `symmetric`, a zero point; mxfp4 a power of two for 32. Raises ValueError for an unknown format and for groups that
+    do not divide the inputs.
     """
-    if format not in FORMATS:
+    if format not in (*FORMATS, "mxfp4"):
         raise ValueError(f"there is no weight format {format!r}; there are: {', '.join(FORMATS)}")
     lead, inputs = weight.shape[:batch], math.prod(weight.shape[batch : batch + contract])
     outputs = weight.shape[batch + contract :]
@@ -68,6 +74,8 @@ def quantize(
     wide = jnp.moveaxis(flat, batch, -1).astype(jnp.float32)
     if format == "int4":
         return _quantize_int4(wide, group_size, symmetric, weight.dtype)
+    if format == "mxfp4":
+        return _quantize_mxfp4(wide)
     dtype, largest = (jnp.int8, 127.0) if format == "int8" else (jnp.float8_e4m3fn, 448.0)
     scales = jnp.max(jnp.abs(wide), axis=-1) / largest
     stored = wide / jnp.where(scales == 0.0, 1.0, scales)[..., None]
@@ -96,6 +104,24 @@ def _quantize_int4(wide: jax.Array, group_size: int, symmetric: bool, dtype: Any
     return QuantizedArray(pack_int4(values.reshape(wide.shape)), scales, zeros, "int4", group_size)
 
 
+def _quantize_mxfp4(wide: jax.Array) -> QuantizedArray:
+    """The scale makes a group's largest 4 to below 8, as the standard says; beyond 6 it saturates."""
+    if wide.shape[-1] % MXFP4_GROUP:
+        raise ValueError(f"groups of {MXFP4_GROUP} do not divide {wide.shape[-1]} inputs; use int8")
+    groups = wide.reshape(*wide.shape[:-1], -1, MXFP4_GROUP)
+    _, exponents = jnp.frexp(jnp.max(jnp.abs(groups), axis=-1))  # of the largest in 0.5..1
+    exponents = jnp.clip(exponents - 3, -126, 127)
+    scaled = jnp.ldexp(groups, -exponents[..., None])
+    # Between two neighbours the even code, whose mantissa is 0, takes the middle.
+    codes = sum(
+        (jnp.abs(scaled) > middle) | ((jnp.abs(scaled) == middle) & (code % 2 == 0))
+        for code, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), start=1)
+    )
+    codes = jnp.where(scaled < 0, codes + 8, codes).astype(jnp.int8)
+    scales = (exponents + 127).astype(jnp.uint8)
+    return QuantizedArray(pack_int4(codes.reshape(wide.shape) - 8), scales, None, "mxfp4", MXFP4_GROUP)
+
+
 def pack_int4(values: jax.Array) -> jax.Array:
     """[..., inputs] int8 in -8..7 to [..., inputs / 2] uint8; inputs: a multiple of 32.
 
@@ -119,13 +145,32 @@ def unpack_int4(packed: jax.Array) -> jax.Array:
 
 def dequantize(weight: QuantizedArray, dtype: Any) -> jax.Array:
     """[*outputs, inputs] in `dtype`: as stored, not transposed back."""
-    if weight.format != "int4":
+    if weight.group_size is None:
         return (weight.values.astype(jnp.float32) * weight.scales[..., None]).astype(dtype)
-    values = unpack_int4(weight.values).astype(jnp.float32)
-    groups = values.reshape(*values.shape[:-1], -1, weight.group_size)
+    values, scales = unpack_int4(weight.values), weight.scales
+    if weight.format == "mxfp4":
+        wide, scales = e2m1(values + jnp.int8(8)), e8m0(scales)
+    else:
+        wide = values.astype(jnp.float32)
+    groups = wide.reshape(*values.shape[:-1], -1, weight.group_size)
     if weight.zeros is not None:
         groups = groups - weight.zeros.astype(jnp.float32)[..., None]
-    return (groups * weight.scales.astype(jnp.float32)[..., None]).reshape(values.shape).astype(dtype)
+    return (groups * scales.astype(jnp.float32)[..., None]).reshape(values.shape).astype(dtype)
+
+
+def e2m1(codes: jax.Array) -> jax.Array:
+    """float32 of codes 0..15 int8: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives."""
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    twice = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
+    twice = jnp.where(codes > 7, -twice, twice)
+    # Or XLA would put each step of this in the packed order, and transpose them all.
+    return 0.5 * jax.lax.optimization_barrier(twice).astype(jnp.float32)
+
+
+def e8m0(exponents: jax.Array) -> jax.Array:
+    """float32 of uint8."""
+    powers = jax.lax.bitcast_convert_type(exponents.astype(jnp.int32) << 23, jnp.float32)
+    return jnp.where(exponents == 255, jnp.nan, powers)
 
 
 def quantize_rows(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:

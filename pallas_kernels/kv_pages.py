@@ -26,8 +26,8 @@ class KVPages:
 
     k: jax.Array
     """[pages, kv_heads, page_size, head_dim]"""
-    v: jax.Array
-    """The same, or [pages, kv_heads, head_dim, page_size] if `v_transposed`."""
+    v: jax.Array | None
+    """The same, or [pages, kv_heads, head_dim, page_size] if `v_transposed`. None: the keys are the values, too."""
     k_scales: jax.Array | None = None
     """[pages, kv_heads, page_size] f32 of an 8-bit cache: key = scale x stored. None: k is stored as it is."""
     v_scales: jax.Array | None = None
@@ -56,6 +56,11 @@ class KVPages:
         return self.k_scales is not None
 
     @property
+    def shared(self) -> bool:
+        """Whether the keys are the values, too (multi-head latent attention)."""
+        return self.v is None
+
+    @property
     def dtype(self) -> jnp.dtype:
         """As stored."""
         return jnp.dtype(self.k.dtype)
@@ -63,9 +68,12 @@ class KVPages:
     def check(self) -> None:
         """ValueError unless the leaves belong together."""
         pages, heads, size, dim = self.k.shape
-        check_shape("v", self.v, (pages, heads, dim, size) if self.v_transposed else (pages, heads, size, dim))
-        if (self.k_scales is None) != (self.v_scales is None):
-            raise ValueError("the cache has scales of keys or of values only; an 8-bit cache needs both")
+        if self.v is not None:
+            check_shape("v", self.v, (pages, heads, dim, size) if self.v_transposed else (pages, heads, size, dim))
+            if (self.k_scales is None) != (self.v_scales is None):
+                raise ValueError("the cache has scales of keys or of values only; an 8-bit cache needs both")
+        elif self.v_scales is not None:
+            raise ValueError("the cache has scales of values, and no values; pages whose keys are the values have none")
         for name, scales in (("k_scales", self.k_scales), ("v_scales", self.v_scales)):
             if scales is not None:
                 check_shape(name, scales, (pages, heads, size))
@@ -79,17 +87,23 @@ class KVPages:
 
         page_ids, heads: broadcast to [*lead, pages].
         """
-        k, v = self.k[page_ids, heads], self.v[page_ids, heads]  # one tile per (page, head), no transpose
-        v = v.swapaxes(-1, -2) if self.v_transposed else v
-        k_scales = None if self.k_scales is None else self.k_scales[page_ids, heads]
-        v_scales = None if self.v_scales is None else self.v_scales[page_ids, heads]
-        shape = (*k.shape[:-3], -1, self.head_dim)
-        k, v = dequantize_tokens(k, k_scales, dtype), dequantize_tokens(v, v_scales, dtype)
-        return k.reshape(shape), v.reshape(shape)
+
+        def tokens(leaf: jax.Array, scales: jax.Array | None, transposed: bool) -> jax.Array:
+            found = leaf[page_ids, heads]  # one tile per (page, head), no transpose
+            found = found.swapaxes(-1, -2) if transposed else found
+            found = dequantize_tokens(found, None if scales is None else scales[page_ids, heads], dtype)
+            return found.reshape(*found.shape[:-3], -1, self.head_dim)
+
+        k = tokens(self.k, self.k_scales, False)
+        return k, k if self.v is None else tokens(self.v, self.v_scales, self.v_transposed)
 
 
-def abstract_pages(num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any, **options: Any) -> KVPages:
-    """The shapes of a pool. dtype: a float dtype, int8 or float8_e4m3fn; options: to ShapeDtypeStruct (sharding)."""
+def abstract_pages(
+    num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: Any, shared: bool = False, **options: Any
+) -> KVPages:
+    """The shapes of a pool. dtype: a float dtype, int8 or float8_e4m3fn; shared: the keys are the values, too;
+    options: to ShapeDtypeStruct (sharding).
+    """
 
     def array(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, **options)
@@ -97,8 +111,10 @@ def abstract_pages(num_pages: int, kv_heads: int, page_size: int, head_dim: int,
     dtype = jnp.dtype(dtype)
     rows = (num_pages, kv_heads, page_size, head_dim)
     if dtype.name not in LARGEST:
-        return KVPages(array(rows, dtype), array(rows, dtype))
+        return KVPages(array(rows, dtype), None if shared else array(rows, dtype))
     scales = array(rows[:3], jnp.float32)
+    if shared:
+        return KVPages(array(rows, dtype), None, scales)
     values = array((num_pages, kv_heads, head_dim, page_size), dtype)
     return KVPages(array(rows, dtype), values, scales, scales, v_transposed=True)
 

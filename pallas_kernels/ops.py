@@ -16,7 +16,7 @@ from pallas_kernels.moe import moe
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
 from pallas_kernels.quant_matmul import quant_matmul
-from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.target import Target
 
 EMBED, MLP, KV_HEADS, Q_PER_KV, HEAD_DIM = 4096, 14336, 8, 4, 128
@@ -53,8 +53,8 @@ def _examples() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         for format in formats.FORMATS:
             weight = jax.eval_shape(functools.partial(formats.quantize, format=format), _array((EMBED, MLP)))
             yield f"{name}, {format} weight", quant_matmul, (x, weight)
-        yield name, functools.partial(rms_norm, eps=1e-6), (x, _array((EMBED,)))
-        yield name, fused_mlp, (x, _array((EMBED, 2, MLP)), _array((MLP, EMBED)), x)
+        yield name, functools.partial(add_rms_norm, eps=1e-6), (x, x, _array((EMBED,)))
+        yield name, fused_mlp, (x, _array((EMBED, 2, MLP)), _array((MLP, EMBED)))
         routes = _array((tokens, TOP_K), jnp.int32), _array((tokens, TOP_K), jnp.float32)
         experts = _array((EXPERTS, EMBED, 2, MLP)), _array((EXPERTS, MLP, EMBED))
         yield f"{name}, {EXPERTS} experts", moe, (x, *routes, *experts)

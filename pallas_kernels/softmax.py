@@ -35,16 +35,19 @@ def update(
     valid: jax.Array,
     scale: float,
     soft_cap: float | None = None,
+    bias: jax.Array | None = None,
 ) -> Running:
     """Take in more keys. q: [..., queries, head_dim]; k, v: [..., keys, head_dim]; valid: to [..., queries, keys].
 
-    soft_cap: scores become soft_cap * tanh(score / soft_cap).
+    soft_cap: scores become soft_cap * tanh(score / soft_cap); bias: to [..., queries, keys], added to them.
 
     Values no query may see are zeroed by select: a weight of zero does not stop a NaN in an unused slot.
     """
     scores = jnp.einsum("...qd,...kd->...qk", q, k, preferred_element_type=jnp.float32, precision=PRECISION) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias
     scores = jnp.where(valid, scores, -jnp.inf)
     maximum = jnp.maximum(running.maximum, scores.max(-1))
     finite = jnp.where(jnp.isneginf(maximum), 0.0, maximum)

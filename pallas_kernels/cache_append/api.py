@@ -30,9 +30,10 @@ def cache_append(
 ) -> tuple[jax.Array, KVPages]:
     """Rotate queries and keys by position, and write keys and values into their pages.
 
-    qkv: [tokens, kv_heads, q_per_kv + 2, head_dim]: for each kv head its queries, its key, its value. cos, sin:
-    [tokens, pairs] f32, which turn the first 2 x pairs dimensions (Su et al. 2021), i with i + pairs, or 2i with 2i + 1
-    if `interleaved`; None: no RoPE. q_norm, k_norm: [head_dim], RMSNorm scales applied to queries and keys before.
+    qkv: [tokens, kv_heads, q_per_kv + 2, head_dim]: for each kv head its queries, its key, its value, which is left out
+    ([.., q_per_kv + 1, ..]) where the pages' keys are the values. cos, sin: [tokens, pairs] f32, which turn the first
+    2 x pairs dimensions (Su et al. 2021), i with i + pairs, or 2i with 2i + 1 if `interleaved`; None: no RoPE. q_norm,
+    k_norm: [head_dim], RMSNorm scales applied to queries and keys before.
     page_ids, offsets: [tokens] i32, the page and the place in it of each token; a page id past the last page drops the
     token. No two tokens may share a place. 8-bit pages get their scales (`kv_pages.quantize_tokens`).
     Everything is computed in float32 and rounded once.
@@ -43,17 +44,19 @@ def cache_append(
     check(qkv, cos, sin, pages, page_ids, offsets, q_norm, k_norm)
     norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
     arrays = (qkv, cos, sin, pages, page_ids, offsets)
-    if choice.resolve("cache_append", implementation, obstacle(target, interleaved)) == "xla":
+    if choice.resolve("cache_append", implementation, obstacle(target, interleaved, pages.shared)) == "xla":
         return xla.cache_append(*arrays, **norms, interleaved=interleaved, platform=target.platform)
     tokens, kv_heads, heads, head_dim = qkv.shape
     chosen = config.choose(tokens, kv_heads, heads - 2, head_dim)
     return kernel.cache_append(*arrays, **norms, config=chosen, interpret=interpret)
 
 
-def obstacle(target: Target, interleaved: bool) -> str | None:
-    """Why the kernel cannot run; None where it can."""
+def obstacle(target: Target, interleaved: bool, shared: bool = False) -> str | None:
+    """Why the kernel cannot run; None where it can. shared: of the pages."""
     if reason := target.lacks_mosaic():
         return reason
+    if shared:
+        return "it writes keys and values, and these pages hold keys alone"
     return "it turns halves of a head, not neighbouring dimensions" if interleaved else None
 
 
@@ -70,8 +73,9 @@ def check(
     """ValueError for arguments that do not belong together."""
     choice.check_shape("qkv", qkv, (None, pages.kv_heads, None, pages.head_dim))
     tokens, _, heads, head_dim = qkv.shape
-    if heads < 3:
-        raise ValueError(f"qkv holds {heads} heads for each kv head; it needs a query, a key and a value: at least 3")
+    least, needs = (2, "a query and a key") if pages.shared else (3, "a query, a key and a value")
+    if heads < least:
+        raise ValueError(f"qkv holds {heads} heads for each kv head; it needs {needs}: at least {least}")
     if (cos is None) != (sin is None):
         raise ValueError("cos and sin come together; only one of them is None")
     if cos is not None and sin is not None:

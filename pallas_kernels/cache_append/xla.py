@@ -27,10 +27,12 @@ def cache_append(
     """Shapes as in `api.cache_append`; platform: as in `jax.Device.platform`."""
     if cos is not None and sin is not None:
         cos, sin = cos[:, None, None, :], sin[:, None, None, :]
+    v = None if pages.shared else qkv[:, :, -1]
+    qk = qkv if v is None else qkv[:, :, :-1]
     # One more axis than heads need: queries and keys then share their shape up to the number of heads.
-    q = rotate(rms_norm(qkv[:, :, :-2], q_norm, norm_eps), cos, sin, interleaved).astype(qkv.dtype)
-    k = rotate(rms_norm(qkv[:, :, -2:-1], k_norm, norm_eps), cos, sin, interleaved)[:, :, 0]
-    return q, write(pages, k, qkv[:, :, -1], page_ids, offsets, platform)
+    q = rotate(rms_norm(qk[:, :, :-1], q_norm, norm_eps), cos, sin, interleaved).astype(qkv.dtype)
+    k = rotate(rms_norm(qk[:, :, -1:], k_norm, norm_eps), cos, sin, interleaved)[:, :, 0]
+    return q, write(pages, k, v, page_ids, offsets, platform)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float) -> jax.Array:
@@ -59,9 +61,9 @@ def rotate(x: jax.Array, cos: jax.Array | None, sin: jax.Array | None, interleav
 
 
 def write(
-    pages: KVPages, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array, platform: str
+    pages: KVPages, k: jax.Array, v: jax.Array | None, page_ids: jax.Array, offsets: jax.Array, platform: str
 ) -> KVPages:
-    """k, v: [tokens, kv_heads, head_dim]; a page id past the last page drops its token."""
+    """k, v: [tokens, kv_heads, head_dim]; v: None of shared pages; a page id past the last page drops its token."""
 
     def place(leaf: jax.Array, values: jax.Array, innermost: bool = False) -> jax.Array:
         values = values.astype(leaf.dtype)
@@ -73,18 +75,19 @@ def write(
         bits, values = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (leaf, values))
         return jax.lax.bitcast_convert_type(scatter(bits, values, page_ids, offsets, innermost), leaf.dtype)
 
-    k_scales, v_scales = pages.k_scales, pages.v_scales
-    if k_scales is not None and v_scales is not None:
-        k, k_new = quantize_tokens(k, pages.dtype)
-        v, v_new = quantize_tokens(v, pages.dtype)
-        k_scales, v_scales = place(k_scales, k_new), place(v_scales, v_new)
-    return dataclasses.replace(
-        pages,
-        k=place(pages.k, k),
-        v=place(pages.v, v, innermost=pages.v_transposed),
-        k_scales=k_scales,
-        v_scales=v_scales,
-    )
+    def write_leaf(
+        leaf: jax.Array, scales: jax.Array | None, x: jax.Array, innermost: bool = False
+    ) -> tuple[jax.Array, jax.Array | None]:
+        if scales is None:
+            return place(leaf, x, innermost), None
+        x, new = quantize_tokens(x, pages.dtype)
+        return place(leaf, x, innermost), place(scales, new)
+
+    new_k, k_scales = write_leaf(pages.k, pages.k_scales, k)
+    if pages.v is None or v is None:
+        return dataclasses.replace(pages, k=new_k, k_scales=k_scales)
+    new_v, v_scales = write_leaf(pages.v, pages.v_scales, v, pages.v_transposed)
+    return dataclasses.replace(pages, k=new_k, v=new_v, k_scales=k_scales, v_scales=v_scales)
 
 
 def scatter(leaf: jax.Array, values: jax.Array, page_ids: jax.Array, offsets: jax.Array, innermost: bool) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels import choice
 from pallas_kernels.formats import QuantizedArray
 from pallas_kernels.fused_mlp import xla
-from pallas_kernels.fused_mlp.activations import NAMES, Activation
+from pallas_kernels.fused_mlp.activations import NAMES, Activation, activate, erf
 from pallas_kernels.fused_mlp.config import BUSY, SPLIT_INPUTS, STREAMED_TOKENS, TiledConfig, stream_config, tiled_busy
 from pallas_kernels.fused_mlp.stream import stream
 from pallas_kernels.fused_mlp.tiled import tiled
@@ -46,7 +47,10 @@ def gate_up(
         choice.check_shape("bias", bias, outputs)
     options: dict[str, Any] = {"target": target, "implementation": implementation, "interpret": interpret}
     if isinstance(weight, QuantizedArray):
-        return xla.activated(quant_matmul(x, weight, **options), bias, activation, gated)
+        if bias is not None or not gated:
+            return xla.activated(quant_matmul(x, weight, **options), bias, activation, gated)
+        erf_there = jax.lax.erf if target.lacks_hopper() else erf
+        return quant_matmul(x, weight, combine=functools.partial(activate, activation, erf=erf_there), **options)
     parts = 2 if gated else 1
     obstacle = _obstacle(x, weight.dtype, outputs[-1], target)
     if obstacle is None and not gated and x.shape[0] > STREAMED_TOKENS:

@@ -210,6 +210,7 @@ def stream(
         kernel,
         out_type=out_type,
         grid=(blocks,),
+        kernel_name="gate_up" if parts == 2 else "projection",
         grid_names=("block",),
         cluster=(split,) if split > 1 else (),
         cluster_names=("split",) if split > 1 else (),

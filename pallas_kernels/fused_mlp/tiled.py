@@ -153,6 +153,7 @@ def tiled(
         kernel,
         out_type=jax.ShapeDtypeStruct((tokens, outputs), dtype),
         grid=(blocks,),
+        kernel_name="gate_up",
         grid_names=("tile",),
         num_threads=CONSUMERS + 1,
         thread_name="wg",

@@ -23,7 +23,7 @@ PREFILL_TILE = 128
 """Rows: two consumers of 64."""
 DECODE_TILES = (8, 16, 32, 64, 128)
 MOST_SCALES = 8
-"""Groups of int4 whose scales are loaded together: 16 bytes."""
+"""Groups of 4-bit weights whose scales are loaded together: 16 bytes, of mxfp4 8."""
 MOST_INT4_ROWS = 32
 """More would not leave registers for the sum of a group beside the sum of all."""
 LEAST_STEPS = 8
@@ -45,6 +45,11 @@ def weight_shape(weight: Weight) -> tuple[int, ...]:
     if isinstance(weight, QuantizedArray):
         return weight.outputs[0], weight.inputs, *weight.outputs[1:]
     return weight.shape
+
+
+def least_depth(weight: QuantizedArray) -> int:
+    """What must divide the inputs: those of the shortest step."""
+    return 2 * DEPTH if weight.group_size is None or weight.group_size > DEPTH else DEPTH
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,8 @@ def row_tile(choices: int, num_experts: int, *weights: Weight) -> int:
     if suits_prefill(choices, num_experts, *weights):
         return PREFILL_TILE
     mean = choices / min(num_experts, choices)
-    int4 = any(isinstance(weight, QuantizedArray) and weight.format == "int4" for weight in weights)
-    tiles = [tile for tile in DECODE_TILES if not int4 or tile <= MOST_INT4_ROWS]
+    grouped = any(isinstance(weight, QuantizedArray) and weight.group_size is not None for weight in weights)
+    tiles = [tile for tile in DECODE_TILES if not grouped or tile <= MOST_INT4_ROWS]
     return next((tile for tile in tiles if tile >= mean + 3.0 * math.sqrt(mean)), tiles[-1])
 
 
@@ -122,10 +127,10 @@ def decode(
     tiles = max(touched, choices / tile)
     busy = width % (2 * LANES) == 0 and tiles * width / (2 * LANES) >= BUSY * cores
     consumers = 2 if busy or (not gated and width % (2 * LANES) == 0) else 1
-    deep = quantized or (not gated and inputs % (2 * DEPTH) == 0)
+    deep = inputs % (2 * DEPTH) == 0 and (quantized or not gated)
     depth, per_weight, least = (2 * DEPTH if deep else DEPTH), float(itemsize), LEAST_STEPS
     if isinstance(weight, QuantizedArray):
-        per_weight = 0.5 if weight.format == "int4" else 1.0
+        per_weight = 1.0 if weight.group_size is None else 0.5
         if weight.group_size is not None:
             depth *= 2 if inputs % (2 * depth) == 0 and weight.group_size >= DEPTH else 1
             least = max(least, MOST_SCALES * weight.group_size // depth)

@@ -16,6 +16,7 @@ from pallas_kernels.moe.config import (
     MOST_SCALES,
     Weight,
     decode,
+    least_depth,
     prefill,
     row_tile,
     suits_prefill,
@@ -35,7 +36,7 @@ def obstacle(x: jax.Array, *weights: Weight) -> str | None:
         if x.dtype.name not in DTYPES:
             return f"it multiplies {' or '.join(DTYPES)}, and x is {x.dtype.name}"
         if isinstance(weight, QuantizedArray):
-            inputs, width, depth = weight.inputs, weight.outputs[-1], 2 * DEPTH
+            inputs, width, depth = weight.inputs, weight.outputs[-1], least_depth(weight)
         else:
             inputs, width, depth = weight.shape[1], weight.shape[-1], DEPTH
             if weight.dtype != x.dtype:
@@ -111,7 +112,7 @@ def _rows(
 
 def _flat(weight: QuantizedArray) -> QuantizedArray:
     """The same weight with its outputs in one dimension after the experts, and as many scales as are loaded at once."""
-    inner = 1 if weight.format == "int4" else 0
+    inner = 0 if weight.group_size is None else 1
 
     def flatten(array: jax.Array, inner: int) -> jax.Array:
         return array.reshape(array.shape[0], -1, *array.shape[array.ndim - inner :])

@@ -137,6 +137,7 @@ def decode_rows(
         kernel,
         out_type=jax.ShapeDtypeStruct((splits, rows, width), jnp.float32 if activation is None else dtype),
         grid=(config.blocks,),
+        kernel_name="moe",
         grid_names=("block",),
         num_threads=consumers + 1,
         thread_name="wg",

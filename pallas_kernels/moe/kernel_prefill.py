@@ -153,6 +153,7 @@ def prefill_rows(
         kernel,
         out_type=jax.ShapeDtypeStruct((rows, width), dtype),
         grid=(config.blocks,),
+        kernel_name="moe",
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="wg",

@@ -2,8 +2,8 @@
 
 As in kernel_decode operands are swapped, a producer keeps a ring of weight tiles in flight, and consumers have 64
 columns each of gate and up, or of a plain product. The weights are stored with their inputs innermost, as the first
-operand of a matrix unit wants them from registers. A scale per column multiplies the sum; int4 has one per group of
-inputs, whose products are summed apart.
+operand of a matrix unit wants them from registers. A scale per column multiplies the sum; int4 and mxfp4 have one per
+group of inputs, whose products are summed apart.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def quant_rows(
     width = weight.outputs[1] // pieces
     consumers, splits, depth, stages = config.consumers, config.splits, config.depth, config.stages
     columns, steps = width // (LANES * consumers), inputs // (depth * splits)
-    grouped = weight.format == "int4"
+    grouped = weight.group_size is not None
     per_byte, group = (2, weight.group_size or depth) if grouped else (1, depth)
     in_step = depth // group
     tile, dtype, stored = plan.tile, x.dtype, weight.values.dtype
@@ -223,6 +223,7 @@ def quant_rows(
         kernel,
         out_type=out_type,
         grid=(config.blocks,),
+        kernel_name="moe",
         grid_names=("block",),
         num_threads=consumers + 1,
         thread_name="wg",

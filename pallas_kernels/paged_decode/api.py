@@ -13,6 +13,8 @@ from pallas_kernels.paged_decode.plan import Plan, divide
 from pallas_kernels.target import CPU, Target
 
 MOST_QUERIES = 8
+NO_ALIBI = "it adds no ALiBi to the scores"
+NO_CHUNKS = "it knows windows, not chunks"
 
 
 def paged_decode(
@@ -23,8 +25,10 @@ def paged_decode(
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     plan: Plan | None = None,
     target: Target = CPU,
     implementation: choice.Implementation = None,
@@ -35,9 +39,11 @@ def paged_decode(
     q: [batch, kv_heads, q_per_kv, head_dim], one token a sequence, or [batch, queries, kv_heads, q_per_kv, head_dim],
     the newest `queries` <= 8, each seeing those before it. block_tables: [batch, width] i32, the pages of each sequence
     in order; lengths: [batch] i32, tokens in the cache; window: how many tokens back a query sees, itself included;
-    soft_cap: scores become soft_cap * tanh(score / soft_cap); sinks: [kv_heads, q_per_kv] f32, per query head the score
-    of one more key whose value is zero. Returns the shape of q, zero where a query sees nothing. Slots past a length,
-    and pages of no sequence, may hold anything.
+    chunk: positions come in chunks of so many, and a query sees none before its own (Llama 4); soft_cap: scores become
+    soft_cap * tanh(score / soft_cap); sinks: [kv_heads, q_per_kv] f32, per query head the score of one more key whose
+    value is zero; alibi_slopes: [kv_heads, q_per_kv] f32, how much a score falls with every token between query and key
+    (Press et al. 2022), after the soft cap. Returns the shape of q, zero where a query sees nothing. Slots past a
+    length, pages of no sequence, and those that no query sees, may hold anything.
     plan: from `make_plan`, to share among layers; None computes it here.
     interpret: reaches the kernel only.
     Raises ValueError if shapes disagree.
@@ -55,8 +61,12 @@ def paged_decode(
     choice.check_shape("lengths", lengths, (batch,))
     if sinks is not None:
         choice.check_shape("sinks", sinks, (kv_heads, q_per_kv))
+    if alibi_slopes is not None:
+        choice.check_shape("alibi_slopes", alibi_slopes, (kv_heads, q_per_kv))
     choice.check_window(window)
-    obstacle = config.obstacle(q.dtype, pages, target)
+    choice.check_window(chunk, "chunk")
+    lacks = (NO_ALIBI if alibi_slopes is not None else None) or (NO_CHUNKS if chunk is not None else None)
+    obstacle = config.obstacle(q.dtype, pages, target) or lacks
     if choice.resolve("paged_decode", implementation, obstacle) == "mosaic":
         if plan is None:
             plan = divide(
@@ -75,8 +85,10 @@ def paged_decode(
             lengths,
             scale=scale,
             window=window,
+            chunk=chunk,
             soft_cap=soft_cap,
             sinks=sinks,
+            alibi_slopes=alibi_slopes,
             tiles=tiles.for_platform(target.platform),
         )
     return out[:, 0] if single else out

@@ -36,14 +36,20 @@ class Config:
     """Tiles in shared memory."""
     blocks: int
     """All resident at once."""
-
     columns: int
     """Query vectors of a kv head that share its loads: a multiple of 8."""
+    parts: int
+    """Parts of a row that are loaded at once, of 4 vectors of 128: what registers hold."""
 
     @property
     def rows(self) -> int:
         """Query vectors of a sequence and kv head."""
         return self.queries * self.q_per_kv
+
+    @property
+    def live_columns(self) -> int:
+        """Those that hold query vectors of a head tile, at most."""
+        return min(self.rows, self.columns)
 
     @property
     def row_tiles(self) -> int:
@@ -61,12 +67,23 @@ SHARED_BYTES = 228 * 1024
 """Of a Hopper SM."""
 RESERVED_BYTES = 1024
 """Of them by the system, for each block."""
+RESIDENT = {
+    2: ((2, 3), (1, 3), (1, 2)),
+    1: ((4, 4), (4, 3), (4, 2), (3, 4), (3, 3), (3, 2), (2, 4), (2, 3), (2, 2), (1, 4), (1, 2)),
+}
+"""By bytes of a value: blocks on a core and stages of each, best first."""
+ALIGNED = 0.95
+"""Of all blocks are enough: the memory is as busy."""
+PARTS = {1: 16, 2: 16, 3: 8, 4: 4}
+"""By blocks of a core, whose registers they share."""
 
 
 def obstacle(q_dtype: Any, pages: KVPages, target: Target) -> str | None:
     """Why the kernel cannot run on these dtypes and shapes, if so."""
     if reason := target.lacks_hopper():
         return reason
+    if pages.shared:
+        return "the keys are the values, too; it reads two pools"
     if pages.head_dim not in HEAD_DIMS:
         return f"head_dim is {pages.head_dim}; it takes {HEAD_DIMS}"
     if pages.page_size not in PAGE_SIZES:
@@ -101,14 +118,16 @@ def choose(
     """dtype: of the cache. changes: fields to set otherwise."""
     columns = min(32 if head_dim <= 128 else 16 if head_dim <= 192 else 8, round_up(queries * q_per_kv, 8))
     fields = {"queries": queries, "kv_heads": kv_heads, "q_per_kv": q_per_kv, "tile": KEYS, "columns": columns}
-    per_core, stages = (2, 3) if jnp.dtype(dtype).itemsize == 2 else (3, 4)
-    if columns > 16:
-        per_core = min(per_core, 2)  # registers
-    while True:
-        config = Config(**(fields | {"stages": stages, "blocks": target.cores * per_core} | changes))
-        if shared_bytes(config, head_dim, dtype) + RESERVED_BYTES + 512 <= SHARED_BYTES // per_core:
+    most = {8: 4, 16: 3}.get(columns, 2)  # blocks on a core, by registers
+    for per_core, stages in RESIDENT[jnp.dtype(dtype).itemsize]:
+        blocks = target.cores * per_core
+        # With a power of 2 of them, equal sequences are often cut between heads, where there is nothing to merge.
+        aligned = 1 << blocks.bit_length() - 1
+        if aligned >= ALIGNED * blocks:
+            blocks = aligned
+        sizes = {"stages": stages, "blocks": blocks, "parts": PARTS[per_core]}
+        config = Config(**(fields | sizes | changes))
+        fits = shared_bytes(config, head_dim, dtype) + RESERVED_BYTES + 512 <= SHARED_BYTES // per_core
+        if fits and per_core <= most:
             return config
-        if per_core > 1:
-            per_core -= 1
-        else:
-            stages -= 1
+    raise ValueError(f"no tile of head_dim {head_dim} fits in shared memory; {HEAD_DIMS} do")

@@ -1,20 +1,13 @@
 """Split-KV paged decode attention on Hopper's matrix and copy units.
 
 A block is one warpgroup. It walks its run of tiles (see plan.py), copying tiles ahead into a ring in shared memory, and
-several blocks share an SM, so that each one's waiting is filled by the others.
-
-Operands are swapped: S^T = K Q^T and O^T = V^T P^T, so that keys and head_dim fill the 64 rows the matrix unit demands
-and the few query vectors are its columns, padded to 8: an accumulator is a few registers.
-
-An 8-bit cache stays 8-bit up to the matrix unit. Its other operand is the sum of two 8-bit terms, high + low / 2^n:
-exact for q of 8 significant bits, good to 2^-9 (fp8) or 2^-14 (int8) for P. A page's P is relative to the page's own
-largest weight, and includes the values' scales, so the terms use their range whatever the scales and scores are.
+several blocks share an SM, so that each one's waiting is filled by the others. A row that several blocks share is
+merged by the one that finishes last.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -24,26 +17,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_pages import KVPages
-from pallas_kernels.mosaic import interpreted, swizzled
-from pallas_kernels.paged_decode import combine
-from pallas_kernels.paged_decode.config import KEYS, REDUCTION_BYTES, Config, round_up
-from pallas_kernels.paged_decode.plan import SLOTS, Plan
-from pallas_kernels.paged_decode.terms import Terms
-
-F32, I32 = jnp.float32, jnp.int32
-LOG2E = math.log2(math.e)
-LOWEST = -1e30  # of a maximum over nothing: finite, so that differences of two are 0 and not NaN
-SMALLEST_SCALE = 1e-20
-WG, WG_T = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
-ROW, COL = WG.reduce(1), WG.reduce(0)  # of vectors over keys, and over query vectors
-
-
-def over_keys(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(x, shape, (0,))
-
-
-def over_columns(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(x, shape, (1,))
+from pallas_kernels.mosaic import interpreted
+from pallas_kernels.paged_decode.config import KEYS, REDUCTION_BYTES, round_up
+from pallas_kernels.paged_decode.counter import count_arrival
+from pallas_kernels.paged_decode.plan import COUNTERS, SLOTS, Plan
+from pallas_kernels.paged_decode.steps import (
+    COL,
+    F32,
+    LANES,
+    LOWEST,
+    WARPS,
+    WG,
+    WG_T,
+    Steps,
+    over_columns,
+    over_rows,
+)
 
 
 def attend(
@@ -59,7 +48,7 @@ def attend(
 ) -> jax.Array:
     """q: [batch, kv_heads, queries * q_per_kv, head_dim]; the rest as in `api.paged_decode`."""
     config = plan.config
-    rows = q.shape[2]
+    shape, rows = q.shape, q.shape[2]
     if rows > 8 and rows % 8:  # what the copy engine pads to whole tiles is less than a tile, or nothing
         q = jnp.pad(q, ((0, 0), (0, 0), (0, -rows % 8), (0, 0)))
     body = Body(q, pages, config, sinks is not None, scale, plan.window, soft_cap)
@@ -67,11 +56,11 @@ def attend(
     extra = () if sinks is None else (sinks,)
     inputs = (q, pages.k, pages.v, *scales, block_tables, plan.runs, plan.sequences, *extra)
     slots = SLOTS * config.blocks
-    out, parts, stats = plgpu.kernel(
+    out, *_ = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((slots, config.columns, round_up(body.padded, combine.THREADS)), F32),
+            jax.ShapeDtypeStruct(shape, q.dtype),
+            jax.ShapeDtypeStruct((slots, config.columns, body.padded), F32),
             jax.ShapeDtypeStruct((slots, 2, config.columns), F32),
         ),
         grid=(config.blocks,),
@@ -80,59 +69,14 @@ def attend(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=REDUCTION_BYTES
         ),
+        kernel_name="paged_decode",
         **interpreted(interpret),
     )(*inputs)
-    return combine.merge(out, parts, stats, plan, sinks, interpret=interpret)[:, :, :rows]
+    return out
 
 
-class Body:
+class Body(Steps):
     """The kernel's code: __call__ is what a block runs."""
-
-    def __init__(
-        self,
-        q: jax.Array,
-        pages: KVPages,
-        config: Config,
-        has_sinks: bool,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-    ):
-        self.config, self.has_sinks, self.scale, self.window, self.soft_cap = config, has_sinks, scale, window, soft_cap
-        self.batch, _, _, self.dim = q.shape
-        self.q_dtype, self.dtype = q.dtype, pages.dtype
-        self.page, self.tile = pages.page_size, config.tile
-        self.pages_per_tile, self.tiles_per_page = max(1, self.tile // self.page), max(1, self.page // self.tile)
-        self.piece = min(self.page, self.tile)  # keys of one copy
-        self.padded = round_up(self.dim, KEYS)  # rows of O^T
-        self.terms = Terms(self.dtype) if pages.quantized else None
-        self.columns = config.columns
-        self.query_slots = 2 if self.terms is None else 1  # terms are a copy of q
-        self.shape = (self.tile, self.columns)
-
-    def scratch(self) -> dict[str, Any]:
-        tile, dim, stages, columns, terms = self.tile, self.padded, self.config.stages, self.columns, self.terms
-        smem = plgpu.SMEM
-        memory = {
-            "q": smem((self.query_slots, columns, dim), self.q_dtype, transforms=swizzled(self.q_dtype, self.dim)),
-            "out": smem((columns, dim), self.q_dtype, transforms=swizzled(self.q_dtype, self.dim)),
-            "k": smem((stages, tile, dim), self.dtype, transforms=swizzled(self.dtype, self.dim)),
-            "q_full": plgpu.Barrier(num_barriers=self.query_slots),
-        }
-        arrivals = self.pages_per_tile * (1 if terms is None else 2)
-        for name in "kv":
-            memory[name + "_full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
-        if terms is None:
-            wide = swizzled(self.dtype, self.dim)
-            memory["v"] = smem((stages, tile, dim), self.dtype, transforms=wide)
-            memory["p"] = smem((columns, tile), self.dtype, transforms=wide)
-        else:
-            turned = swizzled(self.dtype, self.piece)
-            memory["v"] = smem((stages, self.pages_per_tile, dim, self.piece), self.dtype, transforms=turned)
-            memory["q_terms"] = smem((2, columns, dim), self.dtype, transforms=swizzled(self.dtype, self.dim))
-            memory["p"] = smem((2, columns, tile), self.dtype, transforms=turned)
-            memory["k_scales"] = memory["v_scales"] = smem((stages, tile), F32)
-        return memory
 
     def __call__(self, *refs: Any) -> None:
         names = ["q", "k", "v", *(["k_scales", "v_scales"] if self.terms else []), "tables", "runs", "sequences"]
@@ -141,9 +85,9 @@ class Body:
         self.g = dict(zip(names, refs, strict=False))
         self.s = refs[-1]
         self.block = lax.axis_index("block")
-        run = [self.g["runs"][self.block, i] for i in range(13)]
+        run = [self.g["runs"][self.block, i] for i in range(COUNTERS)]
         sequence, head, at, self.count, self.segments, *known = run
-        row = (sequence, head, *known)
+        self.shares, row = known[8:], (sequence, head, *known[:8])
 
         self.copy_query(jnp.int32(0), row)
         cursor = (jnp.int32(0), at, row, self.page_ids(row, at))
@@ -191,11 +135,6 @@ class Body:
 
     # Copies
 
-    def vectors(self, ref: Any, sequence: jax.Array, head: jax.Array) -> Any:
-        """A head tile of q or of the output. The copy engine fills with zeros, and leaves out, what is past its end."""
-        head, first = self.split_head(head)
-        return ref.at[sequence, head, pl.ds(pl.multiple_of(first, 8), self.columns), self.whole_dim(head)]
-
     def whole_dim(self, head: jax.Array) -> Any:
         """Of head_dim, padded with zeros to what the matrix unit takes. `head`: any number known at run time only."""
         if self.padded == self.dim:
@@ -208,8 +147,11 @@ class Body:
         @pl.when(turn < self.segments)
         def _() -> None:
             slot = lax.rem(turn, jnp.int32(self.query_slots))
-            target = self.s["q"].at[slot]
-            plgpu.copy_gmem_to_smem(self.vectors(self.g["q"], *row[:2]), target, self.s["q_full"].at[slot])
+            head, first = self.split_head(row[1])
+            # The copy engine fills with zeros what is past the end.
+            columns = pl.ds(pl.multiple_of(first, 8), self.columns)
+            source = self.g["q"].at[row[0], head, columns, self.whole_dim(head)]
+            plgpu.copy_gmem_to_smem(source, self.s["q"].at[slot], self.s["q_full"].at[slot])
 
     def copy_tile(self, cursor: tuple) -> None:
         """Start copying a tile into its place in the ring, which must be free."""
@@ -236,10 +178,32 @@ class Body:
                         scales = self.g[name + "_scales"].at[page, head, keys]
                         plgpu.copy_gmem_to_smem(scales, self.s[name + "_scales"].at[slot, piece], full)
 
+    def refill(self, turn: jax.Array, cursor: tuple) -> tuple:
+        """The next tile into the place of the one before `turn`."""
+
+        def copy(cursor: tuple) -> tuple:
+            self.copy_tile(cursor)
+            return self.advance(cursor)
+
+        return lax.cond(turn > 0, copy, lambda cursor: cursor, cursor)
+
     def write_out(self, sequence: jax.Array, head: jax.Array) -> None:
-        """Start copying finished vectors from shared memory to the output."""
+        """Start copying finished vectors from shared memory to the output.
+
+        What is contiguous goes in one copy, which ends where it is told to: nothing is left out for being outside.
+        """
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.s["out"], self.vectors(self.g["out"], sequence, head))
+        config, out = self.config, self.s["out"]
+        head, first = self.split_head(head)
+        if config.row_tiles == 1 and self.padded == self.dim:
+            plgpu.copy_smem_to_gmem(out.at[pl.ds(0, config.rows)], self.g["out"].at[sequence, head])
+            return
+        for row in range(config.live_columns):
+
+            @pl.when(first + row < config.rows)
+            def _(row: int = row) -> None:
+                target = self.g["out"].at[sequence, head, pl.ds(first + row, 1)]
+                plgpu.copy_smem_to_gmem(out.at[pl.ds(row, 1), pl.ds(0, self.dim)], target)
 
     def clear_padding(self) -> None:
         """Zeros for sequences of length 0, a few by each block, while the first tiles are on their way."""
@@ -278,7 +242,7 @@ class Body:
             plgpu.layout_cast(jnp.zeros((self.padded, self.columns), F32), WG),
             cursor,
         )
-        step = functools.partial(self.step, done, (row[2] + at) * self.tile, length, limit, q, unit)
+        step = functools.partial(self.step, done, (row[2] + at) * self.tile, length, limit, q, unit, self.refill)
         top, weight, acc, cursor = lax.fori_loop(0, steps, step, init)
         weight = weight.sum(axis=0)
         whole = (at == 0) & (steps == tiles)
@@ -287,173 +251,74 @@ class Body:
         def _() -> None:
             total = weight
             if self.has_sinks:
-                total = total + jnp.exp2(self.sink_logits(head, first) - top)
-            share = 1 / jnp.maximum(total, 1e-30)
-            done_acc = plgpu.layout_cast(acc * over_columns(share, acc.shape), WG_T)
+                total = total + jnp.exp2(self.sink_logits(head, first, self.columns, COL) - top)
+            scaled = plgpu.layout_cast(acc * over_columns(1 / jnp.maximum(total, 1e-30), acc.shape), WG_T)
             plgpu.wait_smem_to_gmem(0)
-            self.s["out"].transpose((1, 0))[...] = done_acc.astype(self.q_dtype)
+            self.s["out"].transpose((1, 0))[...] = scaled.astype(self.q_dtype)
             self.write_out(*row[:2])
 
-        @pl.when(jnp.logical_not(whole))
-        def _() -> None:
-            part = SLOTS * self.block + jnp.minimum(turn, 1)
-            mine = self.g["parts"].at[part, :, pl.ds(0, self.padded)]
-            mine.transpose((1, 0))[...] = plgpu.layout_cast(acc, WG_T)
-            self.g["stats"].at[part, 0][...] = top
-            self.g["stats"].at[part, 1][...] = weight
-
+        pl.when(jnp.logical_not(whole))(lambda: self.share(turn, row, top, weight, acc))
         return done + steps, jnp.int32(0), following, cursor
 
-    def split_query(self, terms: Terms, slot: jax.Array) -> jax.Array:
-        """Write q as two terms of the cache's dtype; returns their unit, a column."""
-        x = plgpu.load(self.s["q"].at[slot].transpose((1, 0)), layout=WG_T)
-        x = plgpu.layout_cast(x.astype(F32), WG)
-        top = jnp.maximum(jnp.abs(x).max(axis=0), 1e-30)
-        if not terms.integer:  # the next power of 2, for exact terms
-            top = jnp.exp2(jnp.round(jnp.log2(top) + 0.5))
-        unit = top * (1 / terms.unit)
-        for part, y in enumerate(terms.split(x * over_columns(1 / unit, x.shape))):
-            terms.store(self.s["q_terms"].at[part], y)
-        plgpu.commit_smem()
-        return unit
+    # Rows that several blocks share
 
-    def limits(self, length: jax.Array, first: jax.Array) -> jax.Array:
-        """Keys a query vector sees, one past the last: a number, or one for each column."""
-        queries = self.config.queries
-        if queries == 1:
-            return length
-        column = plgpu.broadcasted_iota(I32, self.shape, 1, layout=WG) + first
-        query = lax.div(column, jnp.full_like(column, self.config.q_per_kv))
-        return jnp.minimum(query, queries - 1) + (length - queries + 1)
+    def share(self, turn: jax.Array, row: tuple, top: jax.Array, weight: jax.Array, acc: jax.Array) -> None:
+        """Leave this block's part of a row. The block that comes last merges all of them."""
+        slots, counts = self.shares[:2], self.shares[2:]
+        first, parts = jnp.where(turn == 0, slots[0], slots[1]), jnp.where(turn == 0, counts[0], counts[1])
+        mine = SLOTS * self.block + jnp.minimum(turn, 1)
+        self.g["parts"].at[mine].transpose((1, 0))[...] = plgpu.layout_cast(acc, WG_T)
+        self.g["stats"].at[mine, 0][...] = top
+        self.g["stats"].at[mine, 1][...] = weight
+        counter = COUNTERS + lax.rem(first, jnp.int32(SLOTS))
+        counter = self.g["runs"].at[lax.div(first, jnp.int32(SLOTS)), pl.ds(counter, 1)]
+        before = count_arrival(counter, self.s["p"], self.p_transforms, parts)
+        pl.when(before == parts - 1)(lambda: self.merge(row, first, parts))
 
-    def sink_logits(self, head: jax.Array, first: jax.Array) -> jax.Array:
-        """[columns], in units of log2."""
-        group = self.config.q_per_kv
-        column = plgpu.broadcasted_iota(I32, (self.columns,), 0, layout=COL) + first
-        member = lax.rem(column, jnp.full_like(column, group))
-        logits = jnp.zeros_like(column).astype(F32)
-        for i in range(group):
-            logits = logits + (member == i).astype(F32) * (self.g["sinks"][head, i] * LOG2E)
-        return logits
+    def merge(self, row: tuple, first: jax.Array, parts: jax.Array) -> None:
+        """Write a row from its parts: one in slot `first`, the others in the first slots of the blocks that follow.
 
-    def step(
-        self,
-        done: jax.Array,
-        start: jax.Array,
-        length: jax.Array,
-        limit: jax.Array,
-        q: Any,
-        unit: jax.Array | None,
-        i: jax.Array,
-        carry: tuple,
-    ) -> tuple:
-        """One tile of keys: its largest score, weights and weighted values join the running ones."""
-        top, weight, acc, cursor = carry
-        turn, base = done + i, start + i * self.tile
-        slot = lax.rem(turn, jnp.int32(self.config.stages))
-        plgpu.barrier_wait(self.s["k_full"].at[slot])
-        key = plgpu.broadcasted_iota(I32, self.shape, 0, layout=WG) + base
-        seen = key < limit
-        if self.window is not None:
-            seen = seen & (key >= limit - self.window)
-        s = self.scores(slot, q, unit)
-        if self.soft_cap is not None:  # tanh by exp2: the hardware's own is good to 2^-11 only
-            power = jnp.exp2(s * (2 * LOG2E / self.soft_cap))
-            s = (self.soft_cap * LOG2E) * (1 - 2 / (power + 1))
-        s = jnp.where(seen, s, -jnp.inf)
-        plgpu.barrier_wait(self.s["v_full"].at[slot])
-        if self.terms is None:
-            here = s.max(axis=0)
-        else:
-            v_scales = over_keys(plgpu.load(self.s["v_scales"].at[slot], layout=ROW), self.shape)
-            v_scales = jnp.where(seen, v_scales, 0.0)
-            here = (s + jnp.log2(jnp.maximum(v_scales, SMALLEST_SCALE))).max(axis=0)
-        here = jnp.maximum(here, LOWEST)
-        p = jnp.exp2(s - over_columns(here, s.shape))
-        new_top = jnp.maximum(top, here)
-        old, new = jnp.exp2(top - new_top), jnp.exp2(here - new_top)
-        weight = weight * over_columns(old, p.shape) + p * over_columns(new, p.shape)
+        They are added in order, so that the sum does not depend on who was last.
+        """
+        shape = (round_up(self.config.live_columns, WARPS), self.padded)
+        vector = 4 if self.padded % (4 * LANES) == 0 else 2
+        # A query vector's dimensions are in one warp, vectors in turn.
+        layout = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, LANES * vector), (vector,))), (-3,), (-2,), -1)
+        columns = pl.ds(0, shape[0])
 
-        partial = base + self.tile > length
-        if self.window is not None:
-            partial = partial | (base < (length - self.config.queries + 1 - self.window))
-        if self.terms is None:
-            p_t = plgpu.layout_cast(p.astype(self.dtype), WG_T)
-            self.s["p"].transpose((1, 0))[...] = p_t
-            self.clear_values(slot, partial, base, length)
-        else:
-            for part, y in enumerate(self.terms.split(p * v_scales * self.terms.unit)):
-                self.terms.store(self.s["p"].at[part], y)
-            if not self.terms.integer:
-                self.clear_values(slot, partial, base, length)
-        plgpu.commit_smem()
+        def load(number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            part = jnp.minimum(number, parts - 1)
+            slot = jnp.where(part == 0, first, SLOTS * (lax.div(first, jnp.int32(SLOTS)) + part))
+            stats = [self.g["stats"].at[slot, i, columns] for i in range(2)]
+            top, weight = (plgpu.load(x, layout=layout.reduce(1), optimized=False) for x in stats)
+            acc = plgpu.load(self.g["parts"].at[slot, columns], layout=layout, optimized=False)
+            counted = (number < parts).astype(F32)  # the last part is loaded once more in place of none
+            return top, weight * counted, acc * counted
 
-        # Every thread is past its reads of the tile before this one: its place is free.
-        def copy(cursor: tuple) -> tuple:
-            self.copy_tile(cursor)
-            return self.advance(cursor)
+        at_once = min(self.config.parts, max(2, self.config.parts * WARPS * 4 * LANES // (shape[0] * shape[1])))
 
-        cursor = lax.cond(turn > 0, copy, lambda cursor: cursor, cursor)
-        values = self.weighted(slot)
-        if self.terms is not None:
-            new = new * (1 / self.terms.unit)
-        acc = acc * over_columns(old, acc.shape) + values * over_columns(new, acc.shape)
-        return new_top, weight, acc, cursor
+        def step(i: jax.Array, carry: tuple) -> tuple:
+            # Loads are independent of each other, so that they are in flight together.
+            found = [load(i * at_once + j) for j in range(at_once)]
+            top, weight, acc = carry
+            new_top = functools.reduce(jnp.maximum, [x for x, _, _ in found], top)
+            old = jnp.exp2(top - new_top)
+            weight, acc = weight * old, acc * over_rows(old, shape)
+            for x, w, a in found:
+                part = jnp.exp2(x - new_top)
+                weight, acc = weight + w * part, acc + a * over_rows(part, shape)
+            return new_top, weight, acc
 
-    def scores(self, slot: jax.Array, q: Any, unit: jax.Array | None) -> jax.Array:
-        """[tile, columns] in units of log2, or as they are if a soft cap comes next."""
-        k = self.s["k"].at[slot]
-        factor = self.scale * (1 if self.soft_cap is not None else LOG2E)
-        if self.terms is None:
+        def full(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
+            return plgpu.layout_cast(jnp.full(shape, value, F32), layout)
 
-            def product(acc: Any) -> jax.Array:
-                plgpu.wgmma(acc, k, q.transpose((1, 0)))
-                return acc[...]
-
-            return pl.run_scoped(product, plgpu.ACC(self.shape, F32)) * factor
-        terms, q = self.terms, self.s["q_terms"]
-
-        def products(high: Any, low: Any) -> tuple[jax.Array, jax.Array]:
-            plgpu.wgmma(high, k, q.at[0].transpose((1, 0)))
-            plgpu.wgmma(low, k, q.at[1].transpose((1, 0)))
-            return high[...], low[...]
-
-        s = terms.join(*pl.run_scoped(products, *[plgpu.ACC(self.shape, terms.sum)] * 2))
-        k_scales = plgpu.load(self.s["k_scales"].at[slot], layout=ROW)
-        assert unit is not None
-        return s * over_columns(unit * factor, s.shape) * over_keys(k_scales, s.shape)
-
-    def weighted(self, slot: jax.Array) -> jax.Array:
-        """V^T P^T of a tile: [padded head_dim, columns]."""
-        v, p, shape = self.s["v"].at[slot], self.s["p"], (self.padded, self.columns)
-        if self.terms is None:
-
-            def product(acc: Any) -> jax.Array:
-                plgpu.wgmma(acc, v.transpose((1, 0)), p.transpose((1, 0)))
-                return acc[...]
-
-            return pl.run_scoped(product, plgpu.ACC(shape, F32))
-
-        def products(high: Any, low: Any) -> tuple[jax.Array, jax.Array]:
-            for part, acc in enumerate((high, low)):
-                for i in range(self.pages_per_tile):
-                    plgpu.wgmma(acc, v.at[i], p.at[part, :, pl.ds(i * self.piece, self.piece)].transpose((1, 0)))
-            return high[...], low[...]
-
-        return self.terms.join(*pl.run_scoped(products, *[plgpu.ACC(shape, self.terms.sum)] * 2))
-
-    def clear_values(self, slot: jax.Array, partial: jax.Array, base: jax.Array, length: jax.Array) -> None:
-        """Zero the values that no query sees: 0 times NaN would be NaN."""
-
-        @pl.when(partial)
-        def _() -> None:
-            oldest = jnp.int32(0) if self.window is None else length - self.config.queries + 1 - self.window
-            v = self.s["v"].at[slot]
-            pieces = [v] if self.terms is None else [v.at[i] for i in range(self.pages_per_tile)]
-            for i, piece in enumerate(pieces):
-                x = plgpu.load(piece, layout=WG)
-                key = plgpu.broadcasted_iota(I32, x.shape, 0 if self.terms is None else 1, layout=WG)
-                key = key + (base + i * self.piece)
-                live = (key < length) & (key >= oldest)
-                wide = x if self.terms is None else x.astype(jnp.float16)
-                piece[...] = jnp.where(live, wide, jnp.zeros_like(wide)).astype(x.dtype)
+        none = (full(LOWEST, shape[:1], layout.reduce(1)), full(0, shape[:1], layout.reduce(1)), full(0, shape, layout))
+        steps = lax.div(parts + at_once - 1, jnp.int32(at_once))
+        top, weight, acc = lax.fori_loop(0, steps, step, none)
+        if self.has_sinks:
+            sinks = self.sink_logits(*self.split_head(row[1]), shape[0], layout.reduce(1))
+            weight = weight + jnp.exp2(sinks - top)
+        plgpu.wait_smem_to_gmem(0)
+        scaled = acc * over_rows(1 / jnp.maximum(weight, 1e-30), shape)
+        self.s["out"].at[columns][...] = scaled.astype(self.q_dtype)
+        self.write_out(*row[:2])

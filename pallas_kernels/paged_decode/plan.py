@@ -12,10 +12,12 @@ from pallas_kernels.paged_decode.config import Config
 
 SLOTS = 2
 """A block leaves at most this many rows unfinished: its first and its last."""
+COUNTERS = 17
+"""Where in a run the counters of its slots are."""
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["runs", "sequences", "merges"], meta_fields=["config", "window"]
+    jax.tree_util.register_dataclass, data_fields=["runs", "sequences"], meta_fields=["config", "window"]
 )
 @dataclass(frozen=True)
 class Plan:
@@ -25,13 +27,13 @@ class Plan:
     """
 
     runs: jax.Array
-    """[blocks, 16] i32: where a block starts (sequence, head tile, tile of the row), its tiles, its rows; then
-    what `sequences` says of its first sequence; then that of the sequence that follows."""
+    """[blocks, 20] i32: where a block starts (sequence, head tile, tile of the row), its tiles, its rows; what
+    `sequences` says of its first sequence; that of the sequence that follows; of its first row, and of its last, the
+    slot of the row's first part (the others are in the first slots of the blocks that follow), and of both how many
+    parts they have; of its two slots, how many parts of a row that starts there have arrived: 0 between two kernels,
+    who leave it so."""
     sequences: jax.Array
     """[batch, 4] i32: first tile that holds a visible key, tiles from there, length, next sequence that has tiles."""
-    merges: jax.Array
-    """[merges, 8] i32 rows that several blocks share: sequence, head tile, parts (below 2: nothing to merge), slot of
-    the first part, block after it; the later parts are in the first slots of the blocks from there."""
     config: Config
     window: int | None
 
@@ -42,7 +44,7 @@ def divide(lengths: jax.Array, config: Config, window: int | None) -> Plan:
     Sums and searches are written as reductions over [batch, batch] and [blocks, batch], which fuse; sorts and
     scans would be kernels of their own.
     """
-    batch, heads, blocks, tile = lengths.shape[0], config.head_tiles, config.blocks, config.tile
+    batch, heads, tile = lengths.shape[0], config.head_tiles, config.tile
     lengths = lengths.astype(jnp.int32)
     index = jnp.arange(batch, dtype=jnp.int32)
     visible = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - config.queries + 1 - window, 0)
@@ -56,16 +58,9 @@ def divide(lengths: jax.Array, config: Config, window: int | None) -> Plan:
     following = jnp.where(following == batch, index, following)
     sequences = jnp.stack([first, tiles, lengths, following], axis=1)
 
-    total = ends[-1]
-    share, extra = total // blocks, total % blocks
-
-    def bound(block: jax.Array) -> jax.Array:
-        """First tile of a block."""
-        return share * block + jnp.minimum(block, extra)
-
-    def block_of(tile: jax.Array) -> jax.Array:
-        long = extra * (share + 1)
-        return jnp.where(tile < long, tile // (share + 1), extra + (tile - long) // jnp.maximum(share, 1))
+    block = jnp.arange(config.blocks, dtype=jnp.int32)
+    cuts = Cuts(ends[-1], config)
+    start, stop = cuts.first_tile(block), cuts.first_tile(block + 1)
 
     def place(tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sequence, head tile and tile of the row of tiles of the whole work."""
@@ -74,28 +69,34 @@ def divide(lengths: jax.Array, config: Config, window: int | None) -> Plan:
         length = jnp.maximum(tiles[sequence], 1)
         return sequence, offset // length, offset % length
 
-    block = jnp.arange(blocks, dtype=jnp.int32)
-    start, stop = bound(block), bound(block + 1)
+    def share(sequence: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Slot of a row's first part, and its parts."""
+        begin = (ends - work)[sequence] + head * tiles[sequence]
+        owner, last = cuts.block_of(begin), cuts.block_of(begin + tiles[sequence] - 1)
+        return SLOTS * owner + (cuts.first_tile(owner) != begin), last - owner + 1
+
     sequence, head, at = place(start)
     last_sequence, last_head, _ = place(stop - 1)
     rows = (busy_before[last_sequence] * heads + last_head) - (busy_before[sequence] * heads + head) + 1
     rows = jnp.where(stop > start, rows, 0)
     where = jnp.stack([sequence, head, at, stop - start, rows], axis=1)
-    zeros = jnp.zeros((blocks, 3), jnp.int32)
-    runs = jnp.concatenate([where, sequences[sequence], sequences[following[sequence]], zeros], axis=1)
+    slots, parts = zip(share(sequence, head), share(last_sequence, last_head), strict=True)
+    zeros = jnp.zeros((config.blocks, SLOTS + 1), jnp.int32)
+    shares = jnp.stack([*slots, *parts], axis=1)
+    runs = jnp.concatenate([where, sequences[sequence], sequences[following[sequence]], shares, zeros], axis=1)
+    return Plan(runs, sequences, config, window)
 
-    if batch * heads < blocks:
-        row = jnp.arange(batch * heads, dtype=jnp.int32)
-        sequence, head, cut = row // heads, row % heads, tiles[row // heads] > 0
-        leader = jnp.full_like(row, -1)
-    else:  # a row is merged on behalf of the first block that starts inside it
-        sequence, head, at, leader = sequence[1:], head[1:], at[1:], block[1:]
-        cut = (at > 0) & (stop > start)[1:]
-    begin = (ends - work)[sequence] + head * tiles[sequence]
-    owner = block_of(begin)
-    parts = block_of(begin + tiles[sequence] - 1) - owner + 1
-    parts = jnp.where(cut & ((leader == -1) | (leader == owner + 1)), parts, 0)
-    slot = SLOTS * owner + (bound(owner) != begin)
-    zero = jnp.zeros_like(parts)
-    merges = jnp.stack([sequence, head, parts, slot, owner + 1, zero, zero, zero], axis=1)
-    return Plan(runs, sequences, merges, config, window)
+
+class Cuts:
+    """Where all tiles, in order, are cut. No block before the last that has tiles is without."""
+
+    def __init__(self, total: jax.Array, config: Config):
+        self.even, self.longer = total // config.blocks, total % config.blocks
+
+    def first_tile(self, block: jax.Array) -> jax.Array:
+        return self.even * block + jnp.minimum(block, self.longer)
+
+    def block_of(self, tile: jax.Array) -> jax.Array:
+        first = self.longer * (self.even + 1)
+        rest = self.longer + (tile - first) // jnp.maximum(self.even, 1)
+        return jnp.where(tile < first, tile // (self.even + 1), rest)

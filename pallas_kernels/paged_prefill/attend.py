@@ -114,7 +114,9 @@ def wide(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def last_keys(shapes: Shapes, tile: Tile, group: jax.Array) -> jax.Array:
-    """Position of the last key that each row sees, its own. Rows past the tile's last see what that one sees."""
+    """Position of the last key that each row sees; if causal, its own. Rows past the last see what that one sees."""
+    if not shapes.causal:
+        return plgpu.layout_cast(jnp.full((ROWS,), tile.length - 1, jnp.int32), ROW)
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
     token = lax.shift_right_logical(row, jnp.full_like(row, shapes.config.heads.bit_length() - 1))
     return jnp.minimum(tile.position + group * shapes.config.rows_tokens + token, tile.end - 1)

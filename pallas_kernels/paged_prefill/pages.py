@@ -20,7 +20,7 @@ def copies(shapes: Shapes, refs: Any, tile: Tile, j: jax.Array) -> Iterator[tupl
     Pages before the first visible one, and after the last, may be anyone's: one of the sequence's own is read instead.
     """
     page_size, size = shapes.page_size, shapes.copy_keys
-    low, high = lax.div(tile.first_key(shapes.window), page_size), lax.div(tile.end - 1, page_size)
+    low, high = lax.div(tile.first_key(shapes.window), page_size), lax.div(tile.seen(shapes) - 1, page_size)
     for copy in range(shapes.copies):
         key = j * shapes.config.keys + copy * size
         index = jnp.minimum(jnp.maximum(lax.div(key, page_size), low), high)

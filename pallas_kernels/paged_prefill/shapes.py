@@ -32,6 +32,7 @@ class Shapes:
     """Of queries, results and what the matrix unit multiplies."""
     cache_dtype: Any
     scale: float
+    causal: bool
     window: int | None
     soft_cap: float | None
     blocks: int

@@ -39,11 +39,15 @@ class Tile(NamedTuple):
         """The first its rows see."""
         return jnp.maximum(self.position - ((window or UNLIMITED) - 1), 0)
 
+    def seen(self, shapes: Shapes) -> jax.Array:
+        """Keys that its last row sees, where no window hides the first."""
+        return self.end if shapes.causal else self.length
+
     def steps(self, shapes: Shapes) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Steps first <= a <= b <= end over the keys; in those from a to b every row sees every key."""
         keys, window = shapes.config.keys, shapes.window
-        first, end = lax.div(self.first_key(window), keys), lax.div(self.end + (keys - 1), keys)
-        full = lax.div(jnp.maximum(self.position + 1, 0), keys)
+        first, end = lax.div(self.first_key(window), keys), lax.div(self.seen(shapes) + (keys - 1), keys)
+        full = lax.div(jnp.maximum(self.position + 1, 0) if shapes.causal else self.length, keys)
         if window is None:
             return first, first, full, end
         seen_by_all = lax.div(jnp.maximum(self.end - window, 0) + (keys - 1), keys)

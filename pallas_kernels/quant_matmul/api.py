@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -13,9 +14,6 @@ from pallas_kernels.formats import QuantizedArray
 from pallas_kernels.quant_matmul import config, kernel, xla
 from pallas_kernels.target import CPU, Target
 
-UNPROVEN = (
-    "its kernel is right in the interpreter, and has not been checked and timed on a GPU: implementation='mosaic'"
-)
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -24,6 +22,7 @@ def quant_matmul(
     weight: QuantizedArray,
     *,
     activations: Literal["int8", "fp8"] | None = None,
+    combine: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     out_dtype: Any = None,
     target: Target = CPU,
     implementation: choice.Implementation = None,
@@ -34,8 +33,9 @@ def quant_matmul(
     x: [rows, inputs] bf16, f16 or f32; weight: of [inputs, *outputs], int8, fp8 or int4. Returns [rows, *outputs] in
     out_dtype, by default x's; float32 is the sum as it is, for logits. activations: round x, too, to the weight's 8-bit
     format, each row with a scale of its own; faster with many rows, and less exact: about 1 % (int8) or 4 % (fp8) of a
-    random product's size.
-    implementation: None is XLA until the kernel has been proven on a GPU (`scripts/bench_kernels.py --only quant`).
+    random product's size. combine: of a weight of [inputs, 2, n], what to make of the products with both halves, each
+    [rows, n] f32, in operations that Mosaic GPU has; returns [rows, n] then. The kernel does so before it stores.
+    implementation: None is the kernel where it was measured to be faster (`scripts/bench_kernels.py --only quant`).
     interpret: an InterpretGPUParams runs the kernel on any machine.
     Raises ValueError for shapes and dtypes that do not fit, and for `activations` other than the weight's format.
     """
@@ -49,23 +49,33 @@ def quant_matmul(
             f"activations is {activations!r} and the weight is {weight.format}; 8-bit matrix units take both in one "
             "format: quantize the weight so, or pass activations=None"
         )
+    if combine is not None and (len(weight.outputs) != 2 or weight.outputs[0] != 2):
+        raise ValueError(f"combine takes a weight of outputs [2, n], and this one's are {list(weight.outputs)}")
     flat = _flat(weight)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    cut = config.choose(x.shape[0], flat, out_dtype.itemsize, target)
+    parts = 1 if combine is None else 2
+    cut = config.choose(x.shape[0], flat, out_dtype.itemsize, target, parts)
     obstacle = _obstacle(x, flat, activations, target, cut)
-    if choice.resolve("quant_matmul", implementation, obstacle, loses=UNPROVEN) == "mosaic":
+    loses = None if cut is None else config.loses(x.shape[0], flat, cut, target, parts)
+    if choice.resolve("quant_matmul", implementation, obstacle, loses) == "mosaic":
         assert cut is not None
-        out = kernel.quant_matmul(x, flat, out_dtype, cut, interpret=interpret)
-    elif activations is not None:
-        out = xla.quant_matmul_8bit(x, flat, out_dtype)
+        out = kernel.quant_matmul(x, flat, out_dtype, cut, combine, interpret=interpret)
+        return out.reshape(x.shape[0], *weight.outputs[parts - 1 :])
+    product_dtype = out_dtype if combine is None else x.dtype
+    if activations is not None:
+        out = xla.quant_matmul_8bit(x, flat, product_dtype)
     else:
-        out = xla.quant_matmul(x, flat, out_dtype, platform=target.platform)
-    return out.reshape(x.shape[0], *weight.outputs)
+        out = xla.quant_matmul(x, flat, product_dtype, platform=target.platform)
+    out = out.reshape(x.shape[0], *weight.outputs)
+    if combine is None:
+        return out
+    wide = out.astype(jnp.float32)
+    return combine(wide[:, 0], wide[:, 1]).astype(out_dtype)
 
 
 def _flat(weight: QuantizedArray) -> QuantizedArray:
     """The same weight with its outputs in one dimension."""
-    inner = 1 if weight.format == "int4" else 0
+    inner = 0 if weight.group_size is None else 1
 
     def rows(array: jax.Array, inner: int) -> jax.Array:
         return array.reshape(-1, *array.shape[array.ndim - inner :])
@@ -90,6 +100,8 @@ def _obstacle(
         return "it multiplies bfloat16 and float16, and x is float32"
     if weight.format == "int4" and weight.scales.dtype != x.dtype:
         return f"it takes int4 scales in x's dtype, {x.dtype}, and these are {weight.scales.dtype}"
+    if weight.format == "mxfp4":
+        return "it widens int8, fp8 and int4, and not mxfp4"
     if x.shape[0] == 0:
         return "x has no rows"
     if cut is None:

@@ -46,7 +46,7 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _by_dot(x: jax.Array, weight: QuantizedArray, out_dtype: Any) -> jax.Array:
     """A scale per output comes after the sum, and XLA's matmul widens values as it reads them."""
-    per_group = weight.format == "int4"
+    per_group = weight.group_size is not None
     wide = dequantize(weight, x.dtype) if per_group else weight.values.astype(x.dtype)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     out = jax.lax.dot_general(x, wide, OVER_INPUTS, precision=precision, preferred_element_type=jnp.float32)

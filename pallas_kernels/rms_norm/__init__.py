@@ -1,5 +1,5 @@
-"""Root mean square normalisation."""
+"""Root mean square normalisation, and the same of a sum that is kept."""
 
-from pallas_kernels.rms_norm.api import rms_norm
+from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 
-__all__ = ["rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm"]

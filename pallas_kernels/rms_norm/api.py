@@ -32,7 +32,32 @@ def rms_norm(
     choice.check_shape("scale", scale, (x.shape[1],))
     if choice.resolve("rms_norm", implementation, obstacle(x, target)) == "xla":
         return xla.rms_norm(x, scale, eps=eps)
-    return kernel.rms_norm(x, scale, eps=eps, interpret=interpret)
+    return kernel.rms_norm(x, None, scale, eps=eps, interpret=interpret)[0]
+
+
+def add_rms_norm(
+    x: jax.Array,
+    delta: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+    target: Target = CPU,
+    implementation: choice.Implementation = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(x + delta, `rms_norm` of it), the sum rounded before it is normalised. x, delta: [rows, embed] of one dtype.
+
+    Raises ValueError if shapes or dtypes disagree.
+    """
+    choice.check_shape("x", x, (None, None))
+    choice.check_shape("delta", delta, x.shape)
+    choice.check_shape("scale", scale, (x.shape[1],))
+    if x.dtype != delta.dtype:
+        raise ValueError(f"x is {x.dtype} and delta {delta.dtype}; add_rms_norm takes one dtype")
+    if choice.resolve("rms_norm", implementation, obstacle(x, target)) == "xla":
+        return xla.add_rms_norm(x, delta, scale, eps=eps)
+    total, normed = kernel.rms_norm(x, delta, scale, eps=eps, interpret=interpret)
+    return total, normed
 
 
 def obstacle(x: jax.Array, target: Target) -> str | None:

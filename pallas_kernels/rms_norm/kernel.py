@@ -18,23 +18,37 @@ STEP = 1024
 """Elements that 128 threads take together, 8 each: 16 bytes of 16-bit numbers, the widest copy there is."""
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, interpret: Any = None) -> jax.Array:
-    """x: [rows, embed] of 16 bits, embed a multiple of STEP; scale: [embed]."""
+def rms_norm(
+    x: jax.Array, delta: jax.Array | None, scale: jax.Array, *, eps: float, interpret: Any = None
+) -> list[jax.Array]:
+    """x, delta: [rows, embed] of 16 bits, embed a multiple of STEP; scale: [embed].
+
+    Returns [normalised x], or with a delta [x + delta, normalised x + delta].
+    """
     rows, embed = x.shape
     threads = plgpu.Layout.TILED(plgpu.Tiling(((STEP,), (STEP // 4,), (8,))), (-3,), (-2,), -1)
 
-    def normalise(x_ref: Any, scale_ref: Any, out_ref: Any) -> None:
-        row = lax.axis_index("row")
-        wide = plgpu.load(x_ref.at[row], layout=threads, optimized=False).astype(jnp.float32)
-        factors = plgpu.load(scale_ref, layout=threads, optimized=False).astype(jnp.float32)
-        inverse = lax.rsqrt((wide * wide).sum() * (1.0 / embed) + eps)
-        out_ref.at[row][...] = (wide * inverse * factors).astype(x.dtype)
+    def load(ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=threads, optimized=False).astype(jnp.float32)
 
+    def kernel(scale_ref: Any, *refs: Any) -> None:
+        sources, outs = refs[: len(rest)], refs[len(rest) :]
+        row = lax.axis_index("row")
+        wide = load(sources[0].at[row])
+        if delta is not None:
+            total = (wide + load(sources[1].at[row])).astype(x.dtype)
+            outs[0].at[row][...] = total
+            wide = total.astype(jnp.float32)
+        inverse = lax.rsqrt((wide * wide).sum() * (1.0 / embed) + eps)
+        outs[-1].at[row][...] = (wide * inverse * load(scale_ref)).astype(x.dtype)
+
+    rest = [x] if delta is None else [x, delta]
     return plgpu.kernel(
-        normalise,
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        kernel,
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * len(rest),
         grid=(rows,),
         grid_names=("row",),
+        kernel_name="rms_norm" if delta is None else "add_rms_norm",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # each thread writes what it has read
         **interpreted(interpret),
-    )(x, scale)
+    )(scale, *rest)

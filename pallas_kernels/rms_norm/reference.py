@@ -12,3 +12,11 @@ def rms_norm(x: NDArray[np.float32], scale: NDArray[np.float32], *, eps: float) 
     for row in range(len(x)):
         out[row] = x[row] / np.sqrt(np.mean(x[row] ** 2) + np.float32(eps)) * scale
     return out
+
+
+def add_rms_norm(
+    x: NDArray[np.float32], delta: NDArray[np.float32], scale: NDArray[np.float32], *, eps: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Shapes as in `api.add_rms_norm`."""
+    total = x + delta
+    return total, rms_norm(total, scale, eps=eps)

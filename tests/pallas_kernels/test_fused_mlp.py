@@ -97,6 +97,29 @@ def test_quantized_weights(format):
     close(out, expected, "float32")
 
 
+QUANTIZED = [("int8", "gelu", 256, 9), ("fp8", "clamped_silu", 256, 3), ("int4", "silu", 1024, 2)]
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(("format", "activation", "inputs", "tokens"), QUANTIZED)
+def test_the_activation_behind_quantized_weights(implementation, format, activation, inputs, tokens):
+    quantized = jax.jit(functools.partial(quantize, format=format))
+    x, weight = normal(0, (tokens, inputs)), quantized(normal(1, (inputs, 2, 192), size=0.1))
+    with choice.recorded() as made:
+        out = run(implementation, gate_up, x, weight, activation=activation)
+    assert [decision.implementation for decision in made] == [implementation]
+    close(out, reference.gate_up(x, weight, activation=activation), "bfloat16")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_quantized_weights_without_a_gate_or_with_bias(gated):
+    outputs = (2, 40) if gated else (40,)
+    x, weight = normal(0, (3, 96), "float32"), quantize(normal(1, (96, *outputs), "float32"), "int8")
+    bias = normal(2, outputs, "float32") if gated else None
+    out = gate_up(x, weight, bias, activation="gelu_tanh", gated=gated)
+    close(np.asarray(out), reference.gate_up(x, weight, bias, activation="gelu_tanh", gated=gated), "float32")
+
+
 @pytest.mark.parametrize("activation", NAMES)
 def test_float32_stays_float32(activation):
     x, weight, bias = (normal(i, shape, "float32") for i, shape in enumerate([(3, 96), (96, 2, 40), (2, 40)]))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.formats import quantize
 from pallas_kernels.fused_mlp import down, gate_up
 from pallas_kernels.target import H200
 from scripts.aot import compile_for_gpu
@@ -32,6 +33,19 @@ def test_gate_up(name):
     assert kernels[0].registers <= 168  # three warpgroups
     padded = 2 * (tokens + 8) * (inputs + mlp) if tokens > 8 and tokens % 8 else 0
     assert compiled.memory_analysis().temp_size_in_bytes <= padded
+
+
+@pytest.mark.parametrize(
+    ("format", "tokens", "gpu"), [("fp8", 64, "h200"), ("int4", 16, "h100"), ("int8", 128, "h200")]
+)
+def test_quantized_gate_up_is_one_kernel(format, tokens, gpu):
+    weight = jax.ShapeDtypeStruct((4096, 2, 14336), jnp.bfloat16)
+    weight = jax.eval_shape(functools.partial(quantize, format=format), weight)
+    op = functools.partial(gate_up, target=H200, implementation="mosaic")
+    compiled, kernels = compile_for_gpu(op, jax.ShapeDtypeStruct((tokens, 4096), jnp.bfloat16), weight, gpu=gpu)
+    assert [kernel.spilled_bytes for kernel in kernels] == [0]
+    assert compiled.memory_analysis().temp_size_in_bytes == 0
+    assert "fusion(" not in compiled.as_text().split("ENTRY")[1]
 
 
 @pytest.mark.parametrize(("tokens", "gpu"), [(1, "h100"), (64, "h200")])

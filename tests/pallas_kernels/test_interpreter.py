@@ -12,6 +12,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_decode.counter import count_arrival
 from tests.pallas_kernels.interpreter import interpreter
 
 SIZE = 128
@@ -64,10 +65,35 @@ def copied(x: jax.Array, interpret: Any, *, waited: bool) -> jax.Array:
     )(x)
 
 
+def summed_by_the_last(x: jax.Array, interpret: Any, *, counted: bool) -> jax.Array:
+    """Two blocks leave x in global memory, and the one that comes second reads both; who does not count races."""
+
+    def body(x_ref: Any, counter: Any, parts: Any, out_ref: Any, told: Any) -> None:
+        block = jax.lax.axis_index("block")
+        parts[block] = x_ref[...]
+        before = block
+        if counted:
+            before = count_arrival(counter, told, (), jnp.int32(2))
+
+        @pl.when(before == 1)
+        def _() -> None:
+            out_ref[...] = parts[0] + parts[1]
+
+    return plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((2, SIZE), x.dtype), jax.ShapeDtypeStruct(x.shape, x.dtype)),
+        scratch_types=[plgpu.SMEM((1,), jnp.int32)],
+        grid=(2,),
+        grid_names=("block",),
+        interpret=interpret,
+    )(x, jnp.zeros(1, jnp.int32))[1]
+
+
 RIGHT = [functools.partial(handed_over, synchronized=True), functools.partial(copied, waited=True)]
+RIGHT.append(functools.partial(summed_by_the_last, counted=True))
 
 
-@pytest.mark.parametrize("kernel", RIGHT, ids=["handed_over", "copied"])
+@pytest.mark.parametrize("kernel", RIGHT, ids=["handed_over", "copied", "summed_by_the_last"])
 def test_a_right_kernel_passes(kernel):
     with interpreter() as interpret:
         out = np.asarray(kernel(jnp.asarray(X), interpret))
@@ -77,6 +103,7 @@ def test_a_right_kernel_passes(kernel):
 WRONG = {
     "no barrier": functools.partial(handed_over, synchronized=False),
     "no wait": functools.partial(copied, waited=False),
+    "not counted": functools.partial(summed_by_the_last, counted=False),
 }
 
 

@@ -159,6 +159,7 @@ FORMATS = [
     {"format": "fp8"},
     {"format": "int4", "group_size": 32},
     {"format": "int4", "group_size": 64, "symmetric": False},
+    {"format": "mxfp4"},
 ]
 
 
@@ -174,6 +175,8 @@ FORMATS = [
 def test_quantized_weights(mode, tokens, options):
     dtype = mode.split()[1]
     embed, mlp = {32: (384, 128), 64: (768, 256)}.get(options.get("group_size"), (128, 256))
+    if options["format"] == "mxfp4":
+        embed, mlp = 320, 192  # which 64 divides and 128 does not, as gpt-oss's 2880
     experts, weights = experts_of("padding", tokens, 2, 3), np.abs(normal(2, tokens, 2))
     gate_up = quantize(jnp.asarray(normal(3, 3, embed, 2, mlp, size=0.1), dtype), batch=1, **options)
     down = quantize(jnp.asarray(normal(4, 3, mlp, embed, size=0.1), dtype), batch=1, **options)

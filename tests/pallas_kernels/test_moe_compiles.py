@@ -36,6 +36,7 @@ def shapes(tokens, experts, top_k, embed, mlp, format="bf16"):
         ("h100", (2048, 32, 4, 2880, 2880), 220e6),  # gpt-oss 20B
         ("h200", (64, 8, 2, 4096, 14336, "int8"), 20e6),
         ("h200", (64, 128, 8, 2048, 768, "int4"), 60e6),
+        ("h200", (64, 32, 4, 2880, 2880, "mxfp4"), 30e6),  # gpt-oss 20B as it is published
     ],
     ids=str,
 )

@@ -143,6 +143,7 @@ def test_pages_may_be_shared_and_lie_anywhere(implementation):
         ({"q": (4, 9, 2, 3, 64)}, "q has 9 queries a sequence; paged_decode takes 1 to 8, paged_prefill any"),
         ({"v": (5, 2, 8, 64)}, r"v has shape \(5, 2, 8, 64\); it must be \[5, 2, 4, 64\]"),
         ({"sinks": (2, 4)}, r"sinks has shape \(2, 4\); it must be \[2, 3\]"),
+        ({"alibi_slopes": (3, 2)}, r"alibi_slopes has shape \(3, 2\); it must be \[2, 3\]"),
         ({"block_tables": (3, 7)}, r"block_tables has shape \(3, 7\); it must be \[4, any\]"),
         ({"lengths": (4, 1)}, r"lengths has shape \(4, 1\); it must be \[4\]"),
         ({"window": 0}, "window is 0; it must be at least 1 token, or None for all"),
@@ -155,6 +156,7 @@ def test_pages_may_be_shared_and_lie_anywhere(implementation):
 )
 def test_errors(change, message):
     shapes = {"q": (4, 2, 3, 64), "k": (5, 2, 4, 64), "v": (5, 2, 4, 64), "sinks": (2, 3)}
+    shapes["alibi_slopes"] = (2, 3)
     ids = {"block_tables": (4, 7), "lengths": (4,)}
     options = {name: value for name, value in change.items() if name not in shapes | ids}
     arrays = {name: jnp.zeros(change.get(name, shape)) for name, shape in shapes.items()}
@@ -169,6 +171,8 @@ OPTIONS = [
     {"sinks": True},
     {"soft_cap": 2.0, "sinks": True, "queries": 3},
     {"queries": 8},
+    {"alibi": True, "soft_cap": 2.0, "queries": 3},
+    {"alibi": True, "sinks": True},
 ]
 
 
@@ -185,6 +189,7 @@ def test_options_and_cache_dtypes(options, window, dtype):
     shape = (6, queries, 2, 3, 64) if queries > 1 else (6, 2, 3, 64)
     q = normal(rng, *shape) * 3
     extra = {"soft_cap": options.get("soft_cap"), "sinks": normal(rng, 2, 3) if "sinks" in options else None}
+    extra["alibi_slopes"] = np.abs(normal(rng, 2, 3)) if "alibi" in options else None
     stored = cache.pages(dtype)
     out = attend("xla", q, cache, lengths, layout, pages=stored, **extra)
     want = attend("reference", q, cache, lengths, layout, pages=stored, **extra)

@@ -16,8 +16,7 @@ from scripts.aot import compile_for_gpu
 # gpu, cache dtype, head_dim, q heads per kv head, page size, queries, options, blocks that must fit on an SM
 CASES = [
     ("h200", "bfloat16", 128, 4, 64, 1, {}, 2),
-    ("h100", "int8", 128, 4, 64, 1, {}, 3),
-    ("h200", "float8_e4m3fn", 128, 8, 64, 1, {"soft_cap": 30.0, "window": 4096}, 3),
+    ("h200", "float8_e4m3fn", 128, 8, 64, 1, {"soft_cap": 30.0, "window": 4096}, 4),
     ("h100", "float16", 80, 3, 32, 1, {}, 2),
     ("h200", "bfloat16", 256, 16, 16, 1, {"window": 512}, 1),
     ("h100", "int8", 128, 4, 64, 8, {}, 2),
@@ -45,11 +44,10 @@ def test_compiles(case):
         lambda q, pages, tables, lengths, plan: call(q, pages, tables, lengths, plan=plan),
         q, pages, tables, lengths, plan, gpu=gpu,
     )  # fmt: skip
-    assert plan.config.blocks == blocks * 132
-    assert len(kernels) == 2
-    assert [kernel.spilled_bytes for kernel in kernels] == [0, 0]
-    attention = max(kernel.registers for kernel in kernels)
-    assert attention * 128 * blocks <= 65536
+    assert 0.95 * blocks * 132 <= plan.config.blocks <= blocks * 132
+    assert len(kernels) == 1
+    assert kernels[0].spilled_bytes == 0
+    assert -(-kernels[0].registers // 8) * 8 * 128 * blocks <= 65536
     # Two unfinished rows of a block, and a transposed q and output if there are several queries.
     parts = 2 * plan.config.blocks * plan.config.columns * (max(head_dim, 128) + 2) * 4
     moved = 2 * batch * kv_heads * queries * group * head_dim * 2 if queries > 1 else 0

@@ -64,12 +64,11 @@ CASES = [
     ("float16", Layout(64, 1, 1, page_size=16, width=7, window=37), [100, 17, 0, 15, 64], 1, {}),
     ("bfloat16", Layout(80, 1, 3, page_size=32, width=5), [129, 31], 1, {"soft_cap": 2.0, "sinks": True}),
     ("bfloat16", Layout(96, 1, 12, page_size=128, width=2), [129, 128], 2, {}),
-    ("bfloat16", Layout(192, 1, 16, page_size=64, width=1), [10], 2, {}),
+    ("bfloat16", Layout(192, 1, 16, page_size=64, width=1), [10], 1, {}),
     ("float16", Layout(256, 1, 2, page_size=64, width=3, window=1), [65, 64], 1, {"queries": 2}),
     ("int8", Layout(128, 1, 4, page_size=64, width=3, window=70), [190, 64, 0], 1, {}),
     ("int8", Layout(64, 2, 2, page_size=32, width=4), [100, 65], 1, {"queries": 3, "sinks": True}),
     ("int8", Layout(96, 1, 4, page_size=128, width=2), [150], 1, {"scale": 30.0}),
-    ("float8_e4m3fn", Layout(128, 1, 8, page_size=64, width=2), [127, 3], 1, {}),
     ("float8_e4m3fn", Layout(64, 1, 5, page_size=32, width=5), [129, 3], 1, {"queries": 8, "soft_cap": 3.0}),
 ]
 
@@ -140,7 +139,7 @@ def covered(plan, tiles):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("cores", [1, 7, 132])
 def test_the_plan_covers_every_tile_once(window, cores):
-    """And its blocks' shares differ by one tile at most; the merges name all parts of the rows that blocks share."""
+    """And its blocks' shares differ by one tile at most; each knows where all parts of its rows are."""
     rng = np.random.default_rng(cores)
     for lengths in ([0, 0], [1], [5000, 0, 1, 64, 65, 0, 300], rng.integers(0, 700, 70).tolist(), [0, 128, 0]):
         config = choose(1, 2, 4, 128, jnp.bfloat16, dataclasses.replace(H200, cores=cores))
@@ -151,24 +150,21 @@ def test_the_plan_covers_every_tile_once(window, cores):
         assert covered(plan, tiles) == want
         runs = np.asarray(plan.runs)
         assert np.ptp(runs[:, 3]) <= 1
-        parts = {}
+        order = [(s, h) for s, h, t in want if t == 0]
+        parts = {}  # slots, in order
         for block, (sequence, head, at, count, rows) in enumerate(runs[:, :5]):
-            if not count:
-                continue
-            order = [(s, h) for s, h, t in want if t == 0]
-            start = order.index((sequence, head))
+            start, stop = order.index((sequence, head)) if count else 0, at + count
             for turn, row in enumerate(order[start : start + rows]):
-                begins = turn > 0 or at == 0
-                stops = turn < rows - 1 or at + count >= tiles[row[0]] if rows == 1 else turn < rows - 1
-                last = sum(tiles[r[0]] for r in order[start : start + rows]) - at == count
-                if not (begins and (stops or (turn == rows - 1 and last))):
+                n = tiles[row[0]]
+                if (turn == 0 and at > 0) or stop < n:
                     parts.setdefault(row, []).append(2 * block + min(turn, 1))
-        merges = {}
-        for sequence, head, count, slot, after in np.asarray(plan.merges)[:, :5]:
-            if count > 1:
-                assert (sequence, head) not in merges
-                merges[sequence, head] = [slot, *(2 * (after + i) for i in range(count - 1))]
-        assert merges == parts
+                stop -= n
+        for row, slots in parts.items():
+            assert slots[1:] == [2 * (slots[0] // 2 + i) for i in range(1, len(slots))]
+            for slot in slots:
+                block, last = divmod(slot, 2)
+                assert runs[block, [13 + last, 15 + last]].tolist() == [slots[0], len(slots)], row
+        assert not runs[:, 17:].any()
 
 
 def test_a_plan_for_other_shapes_is_refused():

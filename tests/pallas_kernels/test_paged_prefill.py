@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill, reference, xla
+from pallas_kernels.target import H200
 from pallas_kernels.tiles import CPU
 from tests.pallas_kernels.paged_cases import Layout, make_cache, normal, tolerance
 
@@ -21,11 +23,12 @@ SMALL = Layout(head_dim=64, kv_heads=2, q_per_kv=3, page_size=4, width=9)
 # Small blocks and chunks take the loops of the portable version round several times, also on short sequences.
 JITTED = {
     "xla": jax.jit(
-        functools.partial(paged_prefill, implementation="xla"), static_argnames=("scale", "window", "soft_cap")
+        functools.partial(paged_prefill, implementation="xla"),
+        static_argnames=("scale", "causal", "window", "chunk", "soft_cap"),
     ),
     "xla_small_blocks": jax.jit(
         functools.partial(xla.paged_prefill, tiles=dataclasses.replace(CPU, prefill_rows=8, prefill_keys=32)),
-        static_argnames=("scale", "window", "soft_cap"),
+        static_argnames=("scale", "causal", "window", "chunk", "soft_cap"),
     ),
 }
 
@@ -99,6 +102,22 @@ def test_long_sequences_take_several_blocks_and_chunks(window):
     np.testing.assert_allclose(out, want, **tolerance("float32", 64))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "xla_small_blocks"])
+def test_bidirectional_rows_see_all_of_their_sequence(implementation):
+    """What follows them too, in every block of rows; and nothing past its end, or of another."""
+    chunks = [(30, 30), (1, 1), (0, 9), (5, 36), (8, 8)]
+    q, cache = make(SMALL, chunks, 48, 6, seed=3)
+    out, want = (attend(name, q, cache, chunks, SMALL, causal=False) for name in (implementation, "reference"))
+    np.testing.assert_allclose(out, want, **tolerance("float32", SMALL.head_dim))
+    assert not out[44:].any()
+
+
+def test_bidirectional_attention_has_no_window():
+    q, cache = make(SMALL, [(3, 3)], 8, 1, seed=0)
+    with pytest.raises(ValueError, match="windows, chunks and ALiBi look back only; they go with causal=True"):
+        attend("xla", q, cache, [(3, 3)], dataclasses.replace(SMALL, window=4), causal=False)
+
+
 def test_bfloat16_inputs_are_summed_in_float32():
     layout = Layout(128, 2, 4, page_size=16, width=16, window=None)
     chunks = [(20, 256), (30, 30)]
@@ -157,10 +176,12 @@ def test_pages_may_be_shared_and_lie_anywhere(implementation):
     [
         ({"q": (8, 3, 3, 64)}, r"q has shape \(8, 3, 3, 64\); it must be \[any, 2, any, 64\]"),
         ({"v": (6, 2, 4, 64)}, r"v has shape \(6, 2, 4, 64\); it must be \[5, 2, 4, 64\]"),
+        ({"alibi_slopes": (3,)}, r"alibi_slopes has shape \(3,\); it must be \[2, 3\]"),
         ({"sinks": (3,)}, r"sinks has shape \(3,\); it must be \[2, 3\]"),
         ({"block_tables": (3, 7)}, r"block_tables has shape \(3, 7\); it must be \[4, any\]"),
         ({"query_start": (4,)}, r"query_start has shape \(4,\); it must be \[5\]"),
         ({"window": -3}, "window is -3; it must be at least 1 token, or None for all"),
+        ({"chunk": 0}, "chunk is 0; it must be at least 1 token, or None for all"),
         (
             {"implementation": "mosaic"},
             "the kernel of paged_prefill cannot run: .* this is a CPU; use implementation='xla'",
@@ -169,6 +190,7 @@ def test_pages_may_be_shared_and_lie_anywhere(implementation):
 )
 def test_errors(change, message):
     shapes = {"q": (8, 2, 3, 64), "k": (5, 2, 4, 64), "v": (5, 2, 4, 64), "sinks": (2, 3)}
+    shapes["alibi_slopes"] = (2, 3)
     ids = {"block_tables": (4, 7), "query_start": (5,), "lengths": (4,)}
     options = {name: value for name, value in change.items() if name not in shapes | ids}
     arrays = {name: jnp.zeros(change.get(name, shape)) for name, shape in shapes.items()}
@@ -178,7 +200,9 @@ def test_errors(change, message):
         paged_prefill(pages=pages, **arrays, scale=1.0, **options)
 
 
-@pytest.mark.parametrize("options", [{"soft_cap": 0.5}, {"sinks": True}, {"soft_cap": 2.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"soft_cap": 0.5}, {"alibi": True}, {"soft_cap": 2.0, "sinks": True, "alibi": True}], ids=str
+)
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
 def test_options_and_cache_dtypes(options, window, dtype):
@@ -186,7 +210,49 @@ def test_options_and_cache_dtypes(options, window, dtype):
     chunks = [(5, 9), (13, 13), (1, 36), (0, 4)]
     q, cache = make(layout, chunks, 24, 4, seed=5)
     sinks = normal(np.random.default_rng(6), 2, 3) if "sinks" in options else None
-    extra = {"soft_cap": options.get("soft_cap"), "sinks": sinks, "pages": cache.pages(dtype)}
+    slopes = np.abs(normal(np.random.default_rng(7), 2, 3)) if "alibi" in options else None
+    extra = {"soft_cap": options.get("soft_cap"), "sinks": sinks, "alibi_slopes": slopes, "pages": cache.pages(dtype)}
     out, want = (attend(name, q, cache, chunks, layout, **extra) for name in ("xla_small_blocks", "reference"))
     assert np.isfinite(want).all()
     np.testing.assert_allclose(out, want, **tolerance("float32", 64))
+
+
+@pytest.mark.parametrize("chunk", [5, 8])
+@pytest.mark.parametrize("implementation", ["reference", "xla_small_blocks"])
+def test_attention_within_chunks(implementation, chunk):
+    """A query's own chunk is all there is: of pages of 4 that end with a chunk or within it, of sequences that do. What
+    no query of a sequence sees is gone."""
+    chunks, lengths = [(36, 36), (3, 8), (1, 26), (5, 9), (1, 5), (6, 30)], [36, 8, 26, 9, 5, 30]
+    q, cache = make(SMALL, chunks, 54, 7, seed=8)
+    want = np.zeros(q.shape, np.float32)
+    row = 0
+    for number, (count, length) in enumerate(chunks):
+        keys, values = (x[cache.tables[number]].transpose(1, 0, 2, 3).reshape(2, 36, 64) for x in (cache.k, cache.v))
+        for position in range(length - count, length):
+            seen = slice(position - position % chunk, position + 1)
+            scores = np.einsum("hqd,hkd->hqk", q[row], keys[:, seen]) * SMALL.scale
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            want[row] = np.einsum("hqk,hkd->hqd", weights / weights.sum(-1, keepdims=True), values[:, seen])
+            row += 1
+        first = length - count - (length - count) % chunk
+        cache.tables[number, : first // 4] = cache.tables[6, 0]  # a page of NaN
+    assert row == 52
+    out = attend(implementation, q, cache, chunks, SMALL, chunk=chunk)
+    np.testing.assert_allclose(out, want, **tolerance("float32", 64))
+    singles = [i for i, (count, _) in enumerate(chunks) if count == 1]  # decode says the same
+    rows = np.cumsum([count for count, _ in chunks])[singles] - 1
+    ids = (cache.tables[singles], np.asarray(lengths, np.int32)[singles])
+    decoded = paged_decode(jnp.asarray(q[rows]), cache.pages(), *ids, scale=SMALL.scale, chunk=chunk)
+    np.testing.assert_allclose(decoded, want[rows], **tolerance("float32", 64))
+
+
+def test_the_kernels_refuse_alibi_and_chunks():
+    pages = KVPages(*(jnp.zeros((5, 2, 16, 64), jnp.bfloat16),) * 2)
+    ids = {"block_tables": jnp.zeros((1, 2), jnp.int32), "lengths": jnp.ones(1, jnp.int32)}
+    refused = [({"alibi_slopes": jnp.ones((2, 3))}, "adds no ALiBi"), ({"chunk": 9}, "knows windows, not chunks")]
+    for extra, why in refused:
+        options = {"scale": 1.0, "target": H200, "implementation": "mosaic", **extra}
+        with pytest.raises(ValueError, match=f"kernel of paged_prefill cannot run: it {why}"):
+            paged_prefill(jnp.zeros((1, 2, 3, 64), jnp.bfloat16), pages, query_start=jnp.arange(2), **ids, **options)
+        with pytest.raises(ValueError, match=f"kernel of paged_decode cannot run: it {why}"):
+            paged_decode(jnp.zeros((1, 2, 3, 64), jnp.bfloat16), pages, **ids, **options)

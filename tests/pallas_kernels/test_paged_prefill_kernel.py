@@ -21,15 +21,17 @@ TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "int8": 6e-3, "float8_e4m3fn": 6
 """Of the norm of a row: q, weights, widened keys and values, and the output have 8 bits, or 11 with float16."""
 
 # Cache, layout, (count, length) of each sequence, soft cap, sinks. Rows past the last sequence stay free.
+# "Bidirectional" sees all of a sequence, also what follows; several tiles of one, and a tile shorter than its keys.
 CASES = {
     "bf16": ("bfloat16", Layout(128, 2, 4, 64, 5), [(5, 9), (40, 200), (0, 7), (1, 300), (65, 65)], None, False),
     "f16, short window": ("float16", Layout(64, 1, 1, 16, 20, window=20), [(40, 200), (70, 70)], None, False),
     "page edges": ("bfloat16", Layout(64, 1, 8, 32, 4), [(1, 1), (31, 31), (32, 32), (33, 33), (2, 128)], None, False),
     "int8, sinks": ("int8", Layout(64, 1, 2, 64, 4), [(70, 200), (0, 7), (1, 130)], None, True),
-    "fp8, capped": ("float8_e4m3fn", Layout(80, 1, 16, 16, 10, window=100), [(9, 150), (3, 17)], 2.0, True),
+    "fp8, capped": ("float8_e4m3fn", Layout(80, 1, 16, 32, 5, window=100), [(9, 150), (3, 17)], 2.0, True),
     "half pages": ("bfloat16", Layout(256, 1, 2, 128, 2, window=150), [(30, 250), (5, 5)], 1.0, False),
     "odd group": ("int8", Layout(192, 1, 3, 32, 3), [(20, 90)], None, False),
     "96 dimensions": ("bfloat16", Layout(96, 1, 6, 32, 5), [(50, 140)], None, True),
+    "bidirectional": ("bfloat16", Layout(64, 1, 1, 64, 3), [(150, 150), (0, 0), (64, 64), (5, 130)], None, False),
 }
 
 
@@ -49,6 +51,7 @@ def test_equals_the_reference(name):
     q = np.asarray(q.astype(q_dtype))
     sink = normal(rng, layout.kv_heads, layout.q_per_kv) + 1 if sinks else None
     options = {"scale": layout.scale, "window": layout.window, "soft_cap": soft_cap, "sinks": sink}
+    options["causal"] = name != "bidirectional"
 
     with interpreter() as interpret:
         ids = [jnp.asarray(x) for x in (cache.tables, starts, lengths)]
@@ -100,8 +103,9 @@ def arguments(**change):
     array = jax.ShapeDtypeStruct
     rows = (9, 2, sizes["page_size"], sizes["head_dim"])
     scales = array(rows[:3], jnp.float32) if jnp.dtype(sizes["cache"]).itemsize == 1 else None
-    pages = array(rows, sizes["cache"])
-    cache = KVPages(pages, pages, scales, scales, v_transposed=sizes["v_transposed"])
+    k, turned = array(rows, sizes["cache"]), sizes["v_transposed"]
+    v = array((*rows[:2], rows[3], rows[2]), sizes["cache"]) if turned else k
+    cache = KVPages(k, v, scales, scales, v_transposed=turned)
     ids = [array(shape, jnp.int32) for shape in ((1, 3), (2,), (1,))]
     return array((256, 2, 4, sizes["head_dim"]), sizes["q"]), cache, *ids
 
@@ -112,6 +116,7 @@ def arguments(**change):
         ({"q": jnp.float32}, "q is float32, and matrix units take bfloat16 or float16"),
         ({"q": jnp.float16}, "the cache is bfloat16 and q is float16"),
         ({"cache": jnp.int8}, "the 8-bit values have head_dim innermost"),
+        ({"cache": jnp.int8, "v_transposed": True, "page_size": 16}, "an 8-bit page holds 16 tokens"),
         ({"page_size": 8}, r"a page holds 8 tokens, and the kernel reads pages of \(16, 32, 64, 128\)"),
         ({"head_dim": 112}, r"head_dim is 112, and the kernel is built for \(64, 80, 96, 128, 192, 256\)"),
         ({}, "this is a CPU"),

@@ -124,6 +124,9 @@ CUTS = [
     ("int4", {"group_size": 64}, "float16", Config(8, 1, 128, 2, 2), (1, 640, 64)),
     ("int4", {"group_size": 128}, "bfloat16", Config(8, 2, 512, 2, 2), (3, 2560, 320)),
     ("int4", {"group_size": 32, "symmetric": False}, "float16", Config(16, 1, 64, 3, 4, split=2), (16, 1024, 192)),
+    ("int8", {}, "bfloat16", Config(8, 4, 64, 3, 2, height=32, ways=4), (5, 1024, 160)),
+    ("fp8", {}, "bfloat16", Config(16, 4, 64, 2, 4, split=2, ways=2), (11, 768, 192)),
+    ("int4", {"group_size": 32, "symmetric": False}, "bfloat16", Config(8, 2, 64, 3, 1, ways=2), (3, 512, 128)),
 ]
 
 
@@ -137,8 +140,49 @@ def test_the_kernel_equals_the_reference_and_has_no_races(format, options, dtype
     assert_equal(got, x, weight)
 
 
+def scaled_by_second(first, second):
+    return first * jnp.tanh(second)
+
+
+COMBINED = [
+    ("int8", {}, Config(8, 2, 64, 3, 2, height=32), (5, 256, 320)),
+    ("fp8", {}, Config(16, 4, 64, 2, 2, ways=2), (12, 256, 320)),
+    ("int4", {"group_size": 64, "symmetric": False}, Config(8, 4, 128, 2, 2), (3, 1024, 192)),
+]
+
+
+@pytest.mark.parametrize(("format", "options", "config", "shape"), COMBINED)
+def test_the_halves_of_the_outputs_are_combined(format, options, config, shape):
+    rows, inputs, outputs = shape
+    x, weight = make(rows, inputs, 2 * outputs, format, "bfloat16", **options)
+    with interpreter() as interpret:
+        run = functools.partial(
+            kernel.quant_matmul, out_dtype=jnp.float32, config=config, combine=scaled_by_second, interpret=interpret
+        )
+        got = jax.block_until_ready(jax.jit(run)(x, weight))
+    want = want_of(x, weight)
+    size = np.linalg.norm(reference.weight_of(weight), axis=1)[:outputs]
+    want = np.array(scaled_by_second(want[:, :outputs], want[:, outputs:]))
+    assert (np.abs(got - want) <= TOLERANCE["bfloat16"] * size).all()
+    assert np.abs(want).max() > 10 * size.max() * TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("outputs", [128, 1792, 8960, 14336])
+@pytest.mark.parametrize("rows", [1, 32, 256])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_blocks_that_share_inputs_never_combine(format, rows, outputs):
+    """Their sums meet behind what combines, which takes whole ones."""
+    weight = jax.eval_shape(
+        functools.partial(quantize, format=format), jax.ShapeDtypeStruct((4096, 2 * outputs), jnp.bfloat16)
+    )
+    assert choose(rows, weight, 2, H200, parts=2).split == 1
+    x, weight = make(3, 256, 128, "int8", "bfloat16")
+    with pytest.raises(ValueError, match="split is 2; blocks that share inputs cannot combine halves"):
+        kernel.quant_matmul(x, weight, x.dtype, Config(8, 2, 64, 3, 2, split=2), scaled_by_second)
+
+
 @pytest.mark.parametrize(
-    ("format", "rows", "outputs"), [("int8", 3, (3, 56)), ("fp8", 17, (144,)), ("int4", 2, (2, 64))]
+    ("format", "rows", "outputs"), [("int8", 3, (3, 64)), ("fp8", 17, (192,)), ("int4", 2, (2, 64))]
 )
 def test_the_kernel_as_it_is_chosen(format, rows, outputs):
     x, weight = make(rows, 1024, outputs, format, "bfloat16")
@@ -166,23 +210,39 @@ def test_why_the_kernel_does_not_run():
         run(x.astype(jnp.float16), weight)
 
 
-def test_what_was_not_proven_on_a_gpu_is_not_the_default(caplog):
-    x, weight = make(2, 128, 128, "int8", "bfloat16")
-    choice._log_once.cache_clear()
-    with caplog.at_level("INFO"):
-        assert_equal(quant_matmul(x, weight, target=H200), x, weight)
-    assert "has not been checked and timed on a GPU" in caplog.text
+@pytest.mark.parametrize(
+    ("format", "rows", "inputs", "outputs", "winner"),
+    [
+        ("int8", 1, 4096, 28672, "mosaic"),
+        ("int8", 2048, 4096, 28672, "mosaic"),
+        ("fp8", 1, 4096, 28672, "mosaic"),
+        ("fp8", 16, 4096, 28672, "xla"),
+        ("int8", 1, 4096, 4096, "mosaic"),
+        ("int8", 256, 4096, 4096, "mosaic"),
+        ("int8", 256, 4096, 1024, "xla"),
+        ("int8", 2048, 4096, 4096, "mosaic"),
+        ("int4", 1, 4096, 4096, "mosaic"),
+    ],
+)
+def test_the_kernel_runs_where_it_was_measured_to_be_faster(format, rows, inputs, outputs, winner):
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, inputs), (inputs, outputs)))
+    weight = jax.eval_shape(functools.partial(quantize, format=format), weight)
+    with choice.recorded() as made:
+        jax.eval_shape(functools.partial(quant_matmul, target=H200), x, weight)
+    assert [decision.implementation for decision in made] == [winner]
+    assert (made[0].obstacle is None) == (winner == "mosaic")
 
 
-def test_tiles_spread_over_the_whole_gpu():
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 4096), (4096, 6144), (4096, 28672), (14336, 4096)])
+def test_tiles_spread_over_the_whole_gpu(inputs, outputs):
     """At most 6 % of the GPU idles in the projections of Llama-3-8B."""
-    for inputs, outputs in ((4096, 4096), (4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256)):
-        weight = jax.eval_shape(
-            functools.partial(quantize, format="int8"), jax.ShapeDtypeStruct((inputs, outputs), jnp.bfloat16)
-        )
-        cut = choose(1, weight, 2, H200)
-        turns = math.ceil(math.ceil(outputs / cut.height / cut.consumers) / (132 // cut.split))
-        assert turns * cut.consumers * cut.height * inputs // cut.split <= inputs * outputs / 132 / 0.94
+    weight = jax.eval_shape(
+        functools.partial(quantize, format="int8"), jax.ShapeDtypeStruct((inputs, outputs), jnp.bfloat16)
+    )
+    cut = choose(1, weight, 2, H200)
+    taken = cut.consumers // cut.ways
+    turns = math.ceil(math.ceil(outputs / cut.height / taken) / (132 // cut.split))
+    assert turns * taken * cut.height * inputs // cut.split <= inputs * outputs / 132 / 0.94
 
 
 def test_refusals():

@@ -20,6 +20,7 @@ CASES = [
     ("h200", "int4", {"symmetric": False}, "bfloat16", 16, 4096, 28672, 0),
     ("h100", "int4", {"group_size": 64}, "float16", 64, 14336, 4096, 1 << 23),
     ("h200", "int8", {}, "bfloat16", 32, 14336, 4096, 1 << 22),
+    ("h200", "int8", {}, "bfloat16", 256, 4096, 28672, 0),
 ]
 
 
@@ -43,3 +44,13 @@ def test_rows_that_are_no_multiple_of_8_compile():
     run = functools.partial(quant_matmul, target=H200, implementation="mosaic")
     _, kernels = compile_for_gpu(run, jax.ShapeDtypeStruct((20, 512), jnp.bfloat16), weight)
     assert [kernel.spilled_bytes for kernel in kernels] == [0]
+
+
+@pytest.mark.parametrize(("outputs", "dtype"), [(1000, "float32"), (960, "float32"), (1000, "bfloat16")])
+def test_odd_numbers_of_outputs_compile_or_are_refused(outputs, dtype):
+    """A head's logits are float32, of a vocabulary of any size."""
+    weight = jax.ShapeDtypeStruct((512, outputs), jnp.bfloat16)
+    weight = jax.eval_shape(functools.partial(quantize, format="int8"), weight)
+    run = functools.partial(quant_matmul, target=H200, out_dtype=jnp.dtype(dtype))
+    _, kernels = compile_for_gpu(run, jax.ShapeDtypeStruct((8, 512), jnp.bfloat16), weight)
+    assert [kernel.spilled_bytes for kernel in kernels] == [0] * ((outputs, dtype) != (1000, "float32"))

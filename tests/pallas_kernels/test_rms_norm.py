@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.rms_norm.reference import rms_norm as reference
+from pallas_kernels.rms_norm import add_rms_norm, reference, rms_norm
 from pallas_kernels.target import CPU, GPUS, H200, Target
 from tests.pallas_kernels.interpreter import interpreter
 from tests.pallas_kernels.paged_cases import normal
@@ -30,7 +31,7 @@ def test_xla(rows, embed, size, dtype):
     x, scale = (jnp.asarray(array, dtype) for array in inputs(rows, embed, size))
     out = rms_norm(x, scale, eps=1e-6)
     assert out.dtype == dtype
-    want = reference(np.asarray(x, np.float32), np.asarray(scale, np.float32), eps=1e-6)
+    want = reference.rms_norm(np.asarray(x, np.float32), np.asarray(scale, np.float32), eps=1e-6)
     np.testing.assert_allclose(np.asarray(out, np.float32), want, rtol=1e-5 if dtype == "float32" else 0.01, atol=1e-6)
 
 
@@ -42,8 +43,26 @@ def test_kernel(rows, embed, size, dtype):
         out = rms_norm(x, scale, eps=1e-6, target=H200, implementation="mosaic", interpret=interpret)
         out.block_until_ready()
     assert out.dtype == dtype
-    want = reference(np.asarray(x, np.float32), np.asarray(scale, np.float32), eps=1e-6)
+    want = reference.rms_norm(np.asarray(x, np.float32), np.asarray(scale, np.float32), eps=1e-6)
     np.testing.assert_allclose(np.asarray(out, np.float32), want, rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("xla", "float32"), ("xla", "bfloat16"), ("mosaic", "bfloat16"), ("mosaic", "float16")],
+)
+def test_of_a_sum(implementation, dtype):
+    x, scale = inputs(3, 2048)
+    x, delta, scale = (jnp.asarray(array, dtype) for array in (x, x[::-1], scale))
+    with interpreter() if implementation == "mosaic" else contextlib.nullcontext() as interpret:
+        options = {"target": H200, "implementation": implementation, "interpret": interpret}
+        total, normed = add_rms_norm(x, delta, scale, eps=1e-6, **options)
+        normed.block_until_ready()
+    assert total.dtype == normed.dtype == dtype
+    wide = rounded(np.asarray(x, np.float32) + np.asarray(delta, np.float32), dtype)
+    np.testing.assert_array_equal(np.asarray(total, np.float32), wide)
+    _, want = reference.add_rms_norm(wide, 0 * wide, np.asarray(scale, np.float32), eps=1e-6)
+    np.testing.assert_allclose(np.asarray(normed, np.float32), want, rtol=1e-5 if dtype == "float32" else 0.01)
 
 
 @pytest.mark.parametrize(
@@ -70,3 +89,7 @@ def test_shapes_are_checked():
         rms_norm(jnp.ones((2, 8)), jnp.ones(7), eps=1e-6)
     with pytest.raises(ValueError, match=r"x has shape \(8,\); it must be \[any, any\]"):
         rms_norm(jnp.ones(8), jnp.ones(8), eps=1e-6)
+    with pytest.raises(ValueError, match=r"delta has shape \(3, 8\); it must be \[2, 8\]"):
+        add_rms_norm(jnp.ones((2, 8)), jnp.ones((3, 8)), jnp.ones(8), eps=1e-6)
+    with pytest.raises(ValueError, match="x is float32 and delta bfloat16; add_rms_norm takes one dtype"):
+        add_rms_norm(jnp.ones((2, 8)), jnp.ones((2, 8), jnp.bfloat16), jnp.ones(8), eps=1e-6)
