@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 RULES: dict[str, str | None] = {
     "vocab": "tensor",
     "kv_heads": "tensor",
+    "heads": "tensor",
     "mlp": "tensor",
+    "experts": "expert",
     "embed": None,
     "head_dim": None,
     "pages": None,
     "page": None,
+    "slots": None,
 }
 
 
@@ -31,6 +34,6 @@ def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
     return PartitionSpec(*spec)
 
 
-def sharding(mesh: Mesh, axes: Sequence[str | None] = ()) -> NamedSharding:
+def sharding(mesh: Mesh | AbstractMesh, axes: Sequence[str | None] = ()) -> NamedSharding:
     """The NamedSharding of an array with these logical axes; none at all: replicated."""
     return NamedSharding(mesh, partition_spec(axes))

@@ -30,8 +30,8 @@ def test_partition_spec(axes, spec):
 
 
 def test_an_unknown_axis_is_refused():
-    with pytest.raises(ValueError, match=r"unknown logical axes \['heads', 'width'\]; known: vocab, kv_heads, mlp"):
-        partition_spec(("embed", "heads", None, "width"))
+    with pytest.raises(ValueError, match=r"unknown logical axes \['depth', 'width'\]; known: vocab, kv_heads, heads"):
+        partition_spec(("embed", "depth", None, "width"))
 
 
 def test_two_dimensions_on_one_mesh_axis_are_refused():
