@@ -1,9 +1,10 @@
-"""Building blocks: projections, RMSNorm, the gated MLP, the vocabulary's two ends."""
+"""Building blocks: projections, the MLP, the vocabulary's two ends."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,13 +13,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.parameters import Tree, head_parameter, mlp_parameters
-from jaxinfer.weights import partition_specs
+from jaxinfer.models.lora import added, lora_of, with_lora
+from jaxinfer.models.norms import enter, leave
+from jaxinfer.models.observe import observe
+from jaxinfer.parameters import Tree, dense_residual_parameters, head_parameter, mlp_parameters
+from jaxinfer.weights import partition_specs, row_lengths
 from meshes import partition_spec
 from pallas_kernels.formats import QuantizedArray
-from pallas_kernels.fused_mlp import down, gate_up
+from pallas_kernels.fused_mlp import activated, down, gate_up
 from pallas_kernels.quant_matmul import quant_matmul
-from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.target import Target
 
 type Weight = jax.Array | QuantizedArray
@@ -28,78 +31,103 @@ def linear(
     x: jax.Array,
     weight: Weight,
     bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
     *,
     contract: int = 1,
     target: Target,
 ) -> jax.Array:
     """The last `contract` dimensions of x against the first of weight: [tokens, *inputs] · [*inputs, *outputs].
 
-    bias: [*outputs] and residual: [tokens, *outputs] are added. Every projection goes through here, or through
-    `fused_mlp`, within shard_map: a weight is this device's own part; a quantized one is [inputs, *outputs]. float32
-    stays float32 on hardware that would rather round it to TF32.
+    bias: [*outputs] is added. Every projection goes through here, or through `fused_mlp`, within shard_map: a weight is
+    this device's own part; a quantized one is [inputs, *outputs]. float32 stays float32 on hardware that would rather
+    round it to TF32.
     """
     if isinstance(weight, QuantizedArray):
         out = quant_matmul(x.reshape(-1, weight.inputs), weight, target=target)
-        out = out if bias is None else out + bias
-        return out if residual is None else residual + out
+        return out if bias is None else out + bias
     inputs, outputs = math.prod(weight.shape[:contract]), weight.shape[contract:]
     flat = weight.reshape(inputs, math.prod(outputs))
     bias = None if bias is None else bias.reshape(-1)
-    residual = None if residual is None else residual.reshape(-1, flat.shape[1])
-    return down(x.reshape(-1, inputs), flat, residual, bias, target=target).reshape(-1, *outputs)
+    return down(x.reshape(-1, inputs), flat, bias=bias, target=target).reshape(-1, *outputs)
 
 
-class RMSNorm(nnx.Module):
-    """The scale of a normalisation; the halves of a layer normalise within their shard_map."""
-
-    def __init__(self, eps: float, weights: Tree):
-        self.eps = eps
-        self.scale = nnx.Param(weights["scale"])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [rows, embed], anywhere: in plain JAX."""
-        return rms_norm(x, self.scale[...], eps=self.eps, implementation="xla")
+def summed(part: Callable[[jax.Array | None], jax.Array], bias: jax.Array | None, shards: int) -> jax.Array:
+    """A projection whose inputs are spread over `shards` devices, within shard_map; part: from a bias to this device's
+    part of the sum. One all-reduce, and the bias once.
+    """
+    if shards == 1:
+        return part(bias)
+    total = jax.lax.psum(part(None), "tensor")
+    return total if bias is None else total + bias
 
 
-class GatedMlp(nnx.Module):
-    """down(activation(gate(x)) · up(x)); gate and up are one projection."""
+def _mlp(
+    x: jax.Array,
+    delta: jax.Array | None,
+    norms: Tree,
+    weights: Tree,
+    *,
+    config: ModelConfig,
+    shards: int,
+    target: Target,
+    name: str = "mlp",
+) -> tuple[jax.Array, jax.Array | None]:
+    """name: of these weights in their layer."""
+    x, inner = enter(x, delta, norms, config, target)
+    first = "gate_up" if config.gated_mlp else "up"
+    options: dict[str, Any] = {"activation": config.activation, "gated": config.gated_mlp, "target": target}
+    observe(f"{name}.{first}", inner)
+    if "lora" in weights:
+        product = added(linear(inner, weights[first], target=target), inner, weights, first)
+        hidden = activated(product, weights.get(f"{first}_bias"), config.activation, config.gated_mlp)
+    else:
+        hidden = gate_up(inner, weights[first], weights.get(f"{first}_bias"), **options)
+    observe(f"{name}.down", hidden)
+    project = functools.partial(down, hidden, weights["down"], None, target=target)
+    part = with_lora(project, hidden, weights, "down")
+    return leave(x, summed(part, weights.get("down_bias"), shards), norms, config, target)
+
+
+class Mlp(nnx.Module):
+    """down(activation(gate(x)) · up(x)), gate and up being one projection; or down(activation(up(x)))."""
+
+    parameters = staticmethod(mlp_parameters)
+    compute: Callable[..., tuple[jax.Array, jax.Array | None]] = staticmethod(_mlp)
+    """What each shard does."""
 
     def __init__(self, config: ModelConfig, weights: Tree, mesh: Mesh):
         self.config = config
         self.mesh = mesh
-        self.gate_up = nnx.Param(weights["gate_up"])
-        self.down = nnx.Param(weights["down"])
-        self.gate_up_bias = nnx.Param(weights["gate_up_bias"]) if config.mlp_bias else None
-        self.down_bias = nnx.Param(weights["down_bias"]) if config.mlp_bias else None
+        for name in self.parameters(config):
+            setattr(self, name, nnx.Param(weights[name]))
+        self.lora = lora_of(weights)
 
-    def __call__(self, x: jax.Array, norm: RMSNorm, target: Target) -> jax.Array:
-        """x + mlp(norm(x)), [tokens, embed]. Each shard computes its part of the hidden layer; one all-reduce."""
-        parameters = mlp_parameters(self.config)
+    def __call__(
+        self, x: jax.Array, delta: jax.Array | None, norms: Tree, target: Target, places: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """x + delta, and mlp(norm(x + delta)), the next delta; each [tokens, embed]. norms: as in `norms.enter`.
+
+        places: [tokens] i32, of the adapters. Each shard computes its part of the hidden layer; one all-reduce.
+        """
+        parameters = self.parameters(self.config)
         weights = {name: value(getattr(self, name)) for name in parameters}
-        whole = partition_spec(())
-        part = functools.partial(
-            _mlp, eps=norm.eps, activation=self.config.activation, shards=self.mesh.shape["tensor"], target=target
-        )
+        specs, whole = jax.tree.map(partition_specs, parameters, weights), partition_spec(())
+        if self.lora is not None and places is not None:
+            weights["lora"], specs["lora"] = self.lora.operands(parameters, places)
         shard = jax.shard_map(
-            part,
+            functools.partial(self.compute, config=self.config, shards=self.mesh.shape["tensor"], target=target),
             mesh=self.mesh,
-            in_specs=(whole, whole, jax.tree.map(partition_specs, parameters, weights)),
+            in_specs=(whole, whole, whole, specs),
             out_specs=whole,
             check_vma=False,
         )
-        return shard(x, value(norm.scale), weights)
+        return shard(x, delta, norms, weights)
 
 
-def _mlp(
-    x: jax.Array, norm: jax.Array, weights: Tree, *, eps: float, activation: Any, shards: int, target: Target
-) -> jax.Array:
-    normed = rms_norm(x, norm, eps=eps, target=target)
-    hidden = gate_up(normed, weights["gate_up"], weights.get("gate_up_bias"), activation=activation, target=target)
-    if shards == 1:
-        return down(hidden, weights["down"], x, weights.get("down_bias"), target=target)
-    out = x + jax.lax.psum(down(hidden, weights["down"], target=target), "tensor")
-    return out + weights["down_bias"] if "down_bias" in weights else out
+class DenseResidual(Mlp):
+    """The MLP beside a layer's experts."""
+
+    parameters = staticmethod(dense_residual_parameters)
+    compute = staticmethod(functools.partial(_mlp, name="dense"))
 
 
 class Embedding(nnx.Module):
@@ -126,9 +154,16 @@ class Head(nnx.Module):
         self.config = config
         self.mesh = mesh
         self.weight = nnx.Param(weights["weight"])
+        self.bias = nnx.Param(weights["bias"]) if config.head_bias else None
 
     def logits(self, x: jax.Array, target: Target) -> jax.Array:
         """x: [rows, embed]; returns [rows, vocab] float32, each shard with its part of the vocabulary."""
+        logits = self._product(x, target)
+        if self.config.head_norm:
+            logits = logits / row_lengths(value(self.weight))
+        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+
+    def _product(self, x: jax.Array, target: Target) -> jax.Array:
         weight = value(self.weight)
         if not isinstance(weight, QuantizedArray):
             return _logits(x, weight, vocab_axis=1)
@@ -146,6 +181,17 @@ def _logits(x: jax.Array, table: jax.Array, vocab_axis: int) -> jax.Array:
     contract = (((1,), (1 - vocab_axis,)), ((), ()))
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(x, table, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
+class Projection(nnx.Module):
+    """A plain product, whole on every device: [inputs, outputs]."""
+
+    def __init__(self, weights: Tree):
+        self.weight = nnx.Param(weights["weight"])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        return jnp.matmul(x, self.weight[...], precision=precision)
 
 
 def value(parameter: nnx.Param | None) -> Any:
