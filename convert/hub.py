@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Configs, tokenizers, chat templates and weights; not the PyTorch, GGUF or ONNX copies beside them."""
+_TORCH = ["pytorch_model*.bin", "adapter_model.bin"]
+"""For a model that has nothing else."""
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
@@ -33,7 +35,10 @@ def resolve(model: str | os.PathLike[str]) -> Path:
 
     logger.info("fetching %s from the Hugging Face Hub", model)
     try:
-        return Path(huggingface_hub.snapshot_download(str(model), allow_patterns=_FILES))
+        folder = Path(huggingface_hub.snapshot_download(str(model), allow_patterns=_FILES))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(huggingface_hub.snapshot_download(str(model), allow_patterns=[*_FILES, *_TORCH]))
+        return folder
     except (OSError, HFValidationError) as error:  # the Hub's own errors, and those of the network, are OSErrors
         raise FileNotFoundError(
             f"no such model: '{model}' is not a path here ({path.absolute()}), and as a Hub id it could not be "

@@ -7,11 +7,21 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from convert.families.fields import Fields
+from convert.shards import load_json
 from jaxinfer.config import ModelConfig, Quantization
 
 FILE_NAME = "jaxinfer.json"
-FORMAT_VERSION = 2
-"""Raised when canonical shapes, the order of packed int4 or the layout of the folder change. 2: quantized weights."""
+HUGGING_FACE = "huggingface"
+"""The folder in it with the CONFIGS that it was made with, which an export needs."""
+CONFIGS = ("config.json", "generation_config.json")
+NAMES = "names.json"
+"""Beside them: our path → the names of the tensors that it was made of."""
+FORMAT_VERSION = 4
+"""Raised when canonical shapes, the order of packed int4 or the layout of the folder change.
+
+2: quantized weights. 3: in 8 bits without the head. 4: with the experts, which older ones left as they were.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,20 +35,38 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Of the oldest version that reads it."""
-        version = 1 if self.quantization is None else FORMAT_VERSION
+        quantization = self.quantization
+        if quantization is not None and self.config.num_experts and quantization.experts:
+            version = 4
+        else:
+            version = 1 if quantization is None else 2 if quantization.head else 3
         values = {"format_version": version, "dtype": self.dtype, "config": self.config.to_dict()}
-        if self.quantization is not None:
-            values["quantization"] = dataclasses.asdict(self.quantization)
+        if quantization is not None:
+            since = {"head": 3, "experts": 4, "layers": 4}
+            fields = dataclasses.asdict(quantization)
+            values["quantization"] = {name: field for name, field in fields.items() if version >= since.get(name, 2)}
         (folder / FILE_NAME).write_text(json.dumps(values, indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises ValueError for a folder written by a version newer than this one."""
-        values = json.loads((folder / FILE_NAME).read_text())
-        if values["format_version"] > FORMAT_VERSION:
+        """Raises ValueError for a folder written by a version newer than this one, and for a file that is damaged."""
+        file = folder / FILE_NAME
+        values = load_json(file.read_bytes(), str(file))
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} holds no object; convert the original checkpoint again")
+        version = Fields(values, str(file)).integer("format_version")
+        if version > FORMAT_VERSION:
             raise ValueError(
-                f"{folder} has format version {values['format_version']}, and this jaxinfer reads up to "
+                f"{folder} has format version {version}, and this jaxinfer reads up to "
                 f"{FORMAT_VERSION}; upgrade jaxinfer, or convert the original checkpoint again"
             )
-        quantization = Quantization(**values["quantization"]) if "quantization" in values else None
-        return cls(ModelConfig.from_dict(values["config"]), values["dtype"], quantization)
+        try:
+            config, quantization = ModelConfig.from_dict(values["config"]), None
+            if "quantization" in values:
+                fields = {**values["quantization"]}
+                if config.num_experts and version < 4:
+                    fields["experts"] = False
+                quantization = Quantization(**fields)
+            return cls(config, values["dtype"], quantization)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{file} is damaged ({error!r}); convert the original checkpoint again") from error

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,18 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from convert import late
 from convert.checkpoint import NUMPY_DTYPES, Checkpoint
-from convert.loading import load
-from convert.manifest import FILE_NAME, Manifest
+from convert.destination import check_destination, fingerprint, resumable
+from convert.loading import load_one, progress_bar
+from convert.manifest import CONFIGS, HUGGING_FACE, NAMES, Manifest
 from convert.placement import Leaf, Weight, fitted, lay_out
+from convert.plan import check_source
+from convert.sentence import copy_sentence_files
 from convert.tokenizer import NATIVE_FOLDER
 from jaxinfer.config import ModelConfig, Quantization
 from jaxinfer.parameters import (
+    Tree,
     abstract,
     flatten,
     is_quantized,
@@ -34,6 +40,7 @@ from jaxinfer.parameters import (
     stored_parts,
 )
 from meshes import build_mesh, sharding
+from pallas_kernels.formats import unpack_int4
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +55,8 @@ def save_native(
     *,
     dtype: str | None = None,
     quantization: Quantization | None = None,
+    ready: Mapping[str, Weight] | None = None,
+    ready_of: str = "",
     tokenizer: Any = None,
     force: bool = False,
     progress: bool = True,
@@ -55,46 +64,117 @@ def save_native(
     """Write `checkpoint` as a native one at `path`, complete or not at all; returns the path.
 
     `dtype`: "float32", "bfloat16" or "float16"; None: the checkpoint's own. `quantization`: of the projections.
-    `tokenizer`: anything with `save_pretrained(folder)`. Holds the model, as it is written, in memory once. Raises
+    `ready`: path → weights that are quantized already, in place of the checkpoint's rounded to nearest.
+    `tokenizer`: anything with `save_pretrained(folder)`. Holds one weight in memory at a time. What an interrupted
+    call wrote is checked and kept, if source and settings are still the same, and `ready_of`, which says what the
+    weights that are ready were made of; without it nothing is kept where there are such weights. Raises
     FileExistsError if `path` exists, unless `force` replaces a native checkpoint or an empty folder; ValueError for an
     unknown dtype, groups that do not divide the model, or a checkpoint already native, or already quantized.
     """
     path, dtype = Path(path).expanduser(), dtype or checkpoint.dtype
     if dtype not in NUMPY_DTYPES:
         raise ValueError(f"dtype '{dtype}' is not supported; supported: {', '.join(NUMPY_DTYPES)}")
-    if checkpoint.quantization is not None:
-        raise ValueError(f"{checkpoint.path} is quantized to {checkpoint.quantization.format} already; copy the folder")
-    if checkpoint.format == "native" and quantization is None:
-        raise ValueError(f"{checkpoint.path} is a native checkpoint already; copy the folder")
+    check_source(checkpoint, quantization)
     check_destination(path, force)
-    quantization = resolve(checkpoint.config, quantization)
+    quantization = checkpoint.quantization or resolve(checkpoint.config, quantization)
     host = build_mesh(devices=jax.local_devices(backend="cpu")[:1])
     leaves = abstract(checkpoint.config, NUMPY_DTYPES[dtype], functools.partial(sharding, host), quantization)
-    loaded = load(checkpoint, leaves, checkpoint.config, progress=progress, title="converting")
-    weights = {name: part for leaf, weight in flatten(loaded) for name, part in stored_parts(leaf, weight).items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    building = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        building.mkdir()
-        with _checkpointer() as checkpointer:
-            save_args = dict.fromkeys(weights, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
-            checkpointer.save(building.absolute() / WEIGHTS, args=ocp.args.PyTreeSave(weights, save_args=save_args))
+    arrays = _late(checkpoint, leaves, ready or {})
+    total = sum(array.nbytes for array in arrays.values())
+    settings = {"dtype": dtype, "quantization": quantization, "ready_of": ready_of, "chunks": _CHUNK_BYTES}
+    same = None if ready and not ready_of else fingerprint(checkpoint, **settings)
+    with resumable(path, same) as finished:
+        building = finished.folder
+        with progress_bar(total, "converting", progress) as bar:
+            late.save(building.absolute() / WEIGHTS, arrays, _CHUNK_BYTES, bar.update, finished)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(building / NATIVE_FOLDER))
+        _keep_configs(checkpoint, building / HUGGING_FACE)
         Manifest(checkpoint.config, dtype, quantization).write(building)
-        if path.exists():
-            shutil.rmtree(path)
-        building.rename(path)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    logger.info("wrote %s: %.1f MB of weights", path, sum(part.nbytes for part in weights.values()) / 1e6)
+    logger.info("wrote %s: %.1f MB of weights", path, total / 1e6)
     return path
 
 
+def _late(checkpoint: Checkpoint, leaves: Tree, ready: Mapping[str, Weight]) -> dict[str, late.LateArray]:
+    """The arrays of the checkpoint's weights, each made when it is asked for.
+
+    The parts of a quantized weight are asked for one after the other, and made once.
+    """
+    weights, made = dict(flatten(leaves)), dict[str, dict[str, Any]]()
+
+    def make(path: str, name: str) -> np.ndarray:
+        if path not in made:
+            made.clear()  # before the next is made, so that there is room for one only
+            weight = ready[path] if path in ready else load_one(path, checkpoint, weights, checkpoint.config)
+            made[path] = stored_parts(path, weight)
+        return np.asarray(made[path].pop(name))
+
+    return {
+        name: late.LateArray(part.shape, np.dtype(part.dtype), functools.partial(make, path, name))
+        for path, leaf in weights.items()
+        for name, part in stored_parts(path, leaf).items()
+    }
+
+
+def _keep_configs(checkpoint: Checkpoint, folder: Path) -> None:
+    """Those of Hugging Face and the names of its tensors, which an export needs."""
+    if checkpoint.format == "native":
+        if (checkpoint.path / HUGGING_FACE).is_dir():
+            shutil.copytree(checkpoint.path / HUGGING_FACE, folder, dirs_exist_ok=True)
+    elif checkpoint.format not in ("gguf", "megatron"):
+        folder.mkdir(exist_ok=True)
+        for name in CONFIGS:
+            if (checkpoint.path / name).is_file():
+                shutil.copy(checkpoint.path / name, folder)
+        copy_sentence_files(checkpoint.path, folder)
+        names = {path: source.names for path, source in checkpoint.sources.items()}
+        (folder / NAMES).write_text(json.dumps(names, indent=1) + "\n")
+
+
+def one_by_one(
+    checkpoint: Checkpoint, dtype: str
+) -> tuple[Callable[[str], np.ndarray], Callable[[str], dict[str, np.ndarray]]]:
+    """Two that read the weights of a native checkpoint by their paths, and keep the last.
+
+    The first gives arrays; the second, of a weight in int4, its values, unpacked, scales and zeros.
+    """
+    host = build_mesh(devices=jax.local_devices(backend="cpu")[:1])
+    tree = abstract(checkpoint.config, NUMPY_DTYPES[dtype], functools.partial(sharding, host), checkpoint.quantization)
+    leaves = dict(flatten(tree))
+
+    def read(path: str) -> np.ndarray:
+        return np.asarray(load_one(path, checkpoint, leaves, checkpoint.config))
+
+    def read_int4(path: str) -> dict[str, np.ndarray]:
+        weight = load_one(path, checkpoint, leaves, checkpoint.config)
+        scales = np.asarray(weight.scales)
+        zeros = np.zeros_like(scales) if weight.zeros is None else np.asarray(weight.zeros)
+        return {"values": np.asarray(unpack_int4(weight.values)), "scales": scales, "zeros": zeros}
+
+    return _keeping_last(read), _keeping_last(read_int4)
+
+
+def _keeping_last[T](make: Callable[[str], T]) -> Callable[[str], T]:
+    """The same, made once if asked for again; the last goes before the next is made, so that there is room for one."""
+    kept: dict[str, T] = {}
+
+    def read(path: str) -> T:
+        if path not in kept:
+            kept.clear()
+            kept[path] = make(path)
+        return kept[path]
+
+    return read
+
+
 def restore(
-    checkpoint: Checkpoint, leaves: dict[str, Leaf], physical: ModelConfig, update: Callable[[int], object]
+    checkpoint: Checkpoint,
+    leaves: dict[str, Leaf],
+    physical: ModelConfig,
+    update: Callable[[int], object],
+    paths: Iterable[str] | None = None,
 ) -> dict[str, Weight]:
-    """Path → weight for the leaves, from a native checkpoint; `update` takes the bytes done.
+    """Path → weight for the leaves, or some of them, from a native checkpoint; `update` takes the bytes done.
 
     Each array is read straight to its devices in its canonical shape. Where the mesh needs another shape (padded
     vocabulary, replicated kv heads), it is read sharded as far as that shape divides and changed on the devices; where
@@ -103,7 +183,7 @@ def restore(
     embed, restored = leaves["embed.weight"], {}
     place = functools.partial(sharding, embed.sharding.mesh)
     stored = dict(flatten(abstract(checkpoint.config, embed.dtype, place, checkpoint.quantization)))
-    canonical = {path: fitted(stored[path]) for path in leaves}
+    canonical = {path: fitted(stored[path]) for path in paths or leaves}
     with _checkpointer() as checkpointer:
         for batch in _batches(canonical):
             parts = {name: part for path in batch for name, part in stored_parts(path, canonical[path]).items()}
@@ -149,16 +229,6 @@ def _batches(leaves: dict[str, Leaf]) -> Iterator[list[str]]:
         batch.append(path)
         size += nbytes
     yield batch
-
-
-def check_destination(path: Path, force: bool) -> None:
-    """Raises FileExistsError unless a native checkpoint may be written at `path`."""
-    if not path.exists():
-        return
-    if not force:
-        raise FileExistsError(f"{path} exists; choose another place, or pass --force to replace it")
-    if not path.is_dir() or (any(path.iterdir()) and not (path / FILE_NAME).exists()):
-        raise FileExistsError(f"{path} is not a native checkpoint, so it is not replaced; remove it yourself")
 
 
 @contextmanager

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.config import ModelConfig, Quantization
-from jaxinfer.parameters import declare, flatten, is_quantized, quantized, to_physical
+from jaxinfer.parameters import Parameter, declare, flatten, is_quantized, quantized, to_physical
 
 type Leaf = Any
 """A jax.ShapeDtypeStruct with a sharding, or a QuantizedArray of them."""
@@ -36,8 +37,11 @@ def lay_out(path: str, weight: Weight, config: ModelConfig, physical: ModelConfi
     """
     if is_quantized(weight) == is_quantized(leaf) and _shapes(weight) == _shapes(leaf):
         return weight
+    parameter = dict(flatten(declare(config)))[path]
+    if parameter.batch:  # whose shape is the same on every mesh
+        return jax.block_until_ready(_quantize_experts(weight, parameter, leaf))
     # The same for every layer, so that one program serves them all.
-    change = _changer(re.sub(r"\d+", "0", path), config, physical, leaf, is_quantized(weight))
+    change = _changer(re.sub(r"\d+", "0", path), parameter, config, physical, leaf, is_quantized(weight))
     return jax.block_until_ready(change(weight))
 
 
@@ -59,21 +63,47 @@ def _fitting(where: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 def quantization_of(leaf: Leaf) -> Quantization:
     """What made, or is to make, a quantized leaf."""
+    if leaf.format == "mxfp4":
+        return Quantization("mxfp4", layers=False)
     return Quantization(leaf.format, leaf.group_size, leaf.format != "int4" or leaf.zeros is None)
 
 
 @functools.cache
 def _changer(
-    path: str, config: ModelConfig, physical: ModelConfig, leaf: Leaf, stored: bool
+    path: str, parameter: Parameter, config: ModelConfig, physical: ModelConfig, leaf: Leaf, stored: bool
 ) -> Callable[[Weight], Weight]:
-    parameter = dict(flatten(declare(config)))[path]
-
     def change(weight: Weight) -> Weight:
         if is_quantized(leaf) and not stored:
             weight = quantized(weight, parameter, quantization_of(leaf))
         return to_physical(path, weight, config, physical)
 
     return jax.jit(change, out_shardings=jax.tree.map(lambda part: part.sharding, leaf))
+
+
+def _quantize_experts(weight: jax.Array, parameter: Parameter, leaf: Leaf) -> Weight:
+    """Of the experts one after the other, so that only one is held a second time while it is rounded."""
+    empty, put_one = _filling(parameter, leaf)
+    out = empty()
+    for number in range(parameter.shape[0]):
+        out = put_one(out, weight, number)
+    return out
+
+
+@functools.cache
+def _filling(parameter: Parameter, leaf: Leaf) -> tuple[jax.stages.Wrapped, jax.stages.Wrapped]:
+    """A weight for all experts, and one that puts an expert, rounded, into its place there."""
+
+    def empty() -> Weight:
+        return jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), leaf)
+
+    def put_one(out: Weight, weight: jax.Array, number: jax.Array) -> Weight:
+        one = jax.lax.dynamic_index_in_dim(weight, number, keepdims=False)
+        # Without the barrier XLA's CPU code makes each fp8 scale anew for every element.
+        made = jax.lax.optimization_barrier(quantized(one, parameter.one, quantization_of(leaf)))
+        return jax.tree.map(lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, number, 0), out, made)
+
+    where = jax.tree.map(lambda part: part.sharding, leaf)
+    return jax.jit(empty, out_shardings=where), jax.jit(put_one, donate_argnums=0, out_shardings=where)
 
 
 def _shapes(weight: Weight | Leaf) -> list[tuple[int, ...]]:

@@ -39,11 +39,21 @@ class Slot:
         """Copy source rows from `start` on; both ends are multiples of `group`. Casts to the view's dtype."""
         target = self.view[start // self.group : (start + len(block)) // self.group]
         block = block.astype(target.dtype, copy=False).reshape(target.shape)
+        # As integers: numpy moves dtypes that are not its own one by one, and lets no other thread run meanwhile.
+        bits = np.dtype(f"u{target.itemsize}")
+        target, block = target.view(bits), block.view(bits)
+        axis = self.rows - 1
         # A few rows at a time: a transpose of all of them misses the cache at every element (3 times slower).
-        for index in np.ndindex(target.shape[: self.rows - 1]):
-            for row in range(0, target.shape[self.rows - 1], _ROWS_AT_ONCE):
-                rows = (*index, slice(row, row + _ROWS_AT_ONCE))
+        in_order = target.strides[axis] == block.strides[axis] == target.itemsize
+        step = target.shape[axis] if in_order else _ROWS_AT_ONCE
+        for index in np.ndindex(target.shape[:axis]):
+            for row in range(0, target.shape[axis], step):
+                rows = (*index, slice(row, row + step))
                 target[rows] = block[rows]
+
+    def read(self) -> np.ndarray:
+        """The source as it was before it was written here, in the view's dtype."""
+        return self.view.reshape(self.shape)
 
 
 Transform = Callable[[np.ndarray, ModelConfig], tuple[Slot, ...]]

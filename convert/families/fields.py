@@ -16,6 +16,7 @@ class Fields:
         self.where = where
         self._values = values
         self._unread = set(values)
+        self._ignored: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -24,6 +25,23 @@ class Fields:
         """The value as written (null is None), or the default where the field is absent."""
         self._unread.discard(name)
         return self._values.get(name, default)
+
+    def with_default(self, name: str, value: Any, unless: str) -> Fields:
+        """These fields, `name` being `value` if neither it nor `unless` is there or is null."""
+        if self._values.get(name) is None and self._values.get(unless) is None:
+            self.replace(name, value)
+        return self
+
+    def replace(self, name: str, value: Any) -> None:
+        """From here on `name` is `value`, still to be read."""
+        self._values = {**self._values, name: value}
+        self._unread.add(name)
+
+    def section(self, name: str) -> Fields:
+        """The fields of a nested config, in which what is ignored here so far is ignored too; read and `finish` it."""
+        section = Fields(dict(self.get(name) or {}), f"{self.where}, {name}")
+        section.ignore(self._ignored)
+        return section
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer. Raises ValueError for anything else, or if absent without a default."""
@@ -63,7 +81,9 @@ class Fields:
 
     def ignore(self, names: Iterable[str]) -> None:
         """Skip fields that cannot change what the model computes."""
-        self._unread -= set(names)
+        names = set(names)
+        self._unread -= names
+        self._ignored |= names
 
     def finish(self) -> None:
         """Raise ValueError naming the fields that were not understood."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,10 +16,24 @@ from jaxinfer.parameters import declare, flatten
 
 @dataclass(frozen=True)
 class Source:
-    """The source tensors of one of our parameters, `{}` standing for the layer's number, and how they fill it."""
+    """The source tensors of one of our parameters, and how they fill it.
+
+    In a name `{}` stands for the layer's number, and `{expert}`, `{head}` or `{kv_head}` for each of them: such a name
+    stands for them all.
+    """
 
     names: tuple[str, ...]
     transform: Transform
+
+    def of_layer(self, layer: str, config: ModelConfig) -> Source:
+        """The source with its full names."""
+        counts = {"expert": config.num_experts, "head": config.num_heads, "kv_head": config.num_kv_heads}
+        names: list[str] = []
+        for name in self.names:
+            each = next((each for each in counts if f"{{{each}}}" in name), None)
+            numbers = range(1 if each is None else counts[each])
+            names += [name.format(layer, **dict.fromkeys(counts, number)) for number in numbers]
+        return Source(tuple(names), self.transform)
 
 
 Table = Mapping[str, Source]
@@ -31,9 +45,36 @@ class Family:
     """One model family of Hugging Face's."""
 
     config: Callable[[Fields], ModelConfig]
-    table: Table
+    table: Table | Callable[[ModelConfig], Table]
+    """The rows, where they depend on the config a function of it."""
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Regular expressions of tensors that carry nothing the config does not say."""
+    prefix: str = "model."
+    """What the names in some checkpoints lack: those that were saved without their head."""
+    old_endings: Mapping[str, str] = field(default_factory=dict)
+    """How names end → how they do in checkpoints of old."""
+
+    def is_bare(self, names: Iterable[str]) -> bool:
+        """Whether a checkpoint with tensors `names` was saved without its head."""
+        names = list(names)
+        return bool(names) and not any(name.startswith(self.prefix) for name in names)
+
+    def rows(self, config: ModelConfig, names: Iterable[str]) -> Table:
+        """The table for a config, under the names that a checkpoint with tensors `names` has."""
+        table, names = self.table(config) if callable(self.table) else self.table, list(names)
+        if self.is_bare(names):
+            table = _renamed(table, rf"^{re.escape(self.prefix)}", "")
+        for ending, old in self.old_endings.items():
+            if any(name.endswith(old) for name in names):
+                table = _renamed(table, rf"{re.escape(ending)}$", old)
+        return table
+
+
+def _renamed(table: Table, pattern: str, by: str) -> Table:
+    return {
+        path: Source(tuple(re.sub(pattern, by, name) for name in row.names), row.transform)
+        for path, row in table.items()
+    }
 
 
 def match(
@@ -53,7 +94,7 @@ def match(
         number = re.search(r"\d+", path)
         layer = number.group() if number else ""
         row = table[re.sub(r"\d+", "{}", path, count=1)]
-        source = Source(tuple(name.format(layer) for name in row.names), row.transform)
+        source = row.of_layer(layer, config)
         canonical = np.broadcast_to(np.uint8(0), parameter.shape)  # takes no memory; only its views' shapes are used
         slots = source.transform(canonical, config)
         expected |= {name: slot.shape for name, slot in zip(source.names, slots, strict=True)}

@@ -6,6 +6,7 @@ import sys
 
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
 
@@ -97,19 +98,21 @@ def test_destination_is_refused_or_replaced(source, tmp_path):
         convert.save_native(source, tmp_path / "x", dtype="int4")
 
 
-def test_a_failure_leaves_nothing_behind(source, tmp_path):
-    class Broken:
-        def save_pretrained(self, folder):
-            raise OSError("disk full")
+@pytest.mark.parametrize("damaged", ["[]", '{"format_version": 1}', '{"format_version": "1"}', "{"])
+def test_a_damaged_manifest_is_refused(damaged, tmp_path):
+    (tmp_path / "jaxinfer.json").write_text(damaged)
+    with pytest.raises(ValueError, match=r"jaxinfer\.json"):
+        convert.open_checkpoint(tmp_path)
 
-    convert.save_native(source, tmp_path / "native", progress=False)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(OSError, match="disk full"):
-        convert.save_native(
-            source, tmp_path / "native", dtype="float16", tokenizer=Broken(), force=True, progress=False
-        )
-    assert sorted(tmp_path.iterdir()) == before
-    assert convert.open_checkpoint(tmp_path / "native").dtype == "float32"
+
+def test_a_plain_orbax_checkpoint_is_written(source, tmp_path):
+    folder = convert.save_native(source, tmp_path / "native", progress=False)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arrays = checkpointer.restore(folder / "weights")
+    expected = load_flat(source)
+    assert arrays.keys() == expected.keys()
+    for path, array in expected.items():
+        np.testing.assert_array_equal(arrays[path], np.asarray(array), err_msg=path)
 
 
 def write_tokenizer(folder):

@@ -1,0 +1,74 @@
+"""AWQ, as AutoAWQ stores it (version "gemm").
+
+Of a projection X with `inputs` and `outputs`: X.qweight [inputs, outputs / 8] int32, X.qzeros [groups, outputs / 8]
+int32 and X.scales [groups, outputs]; weight[i, o] = scales[g, o] · (q[i, o] - zero[g, o]) for input i of group g. Of
+the 8 outputs in a word the n-th 4 bits, from the lowest, are those of output 0, 2, 4, 6, 1, 3, 5, 7.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from convert.families.fields import Fields
+from convert.quantized.layer import GROUP_SIZES, LowBit, LowRows, Packed, Rows, part, present, read_float, with_suffix
+from convert.quantized.packing import FLOAT_SCALES, unpack_columns
+from convert.tensors import Reader, whole
+
+_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+
+
+def find(reader: Reader, fields: Fields) -> list[Packed]:
+    """Every projection that is stored so."""
+    fields.expect("bits", 4)
+    version = fields.get("version", "gemm")
+    fields.choice("version", version.lower() if isinstance(version, str) else version, {"gemm": None})
+    asymmetric = fields.boolean("zero_point", True)
+    return [_packed(reader, prefix, asymmetric) for prefix in with_suffix(reader, ".qweight")]
+
+
+def _packed(reader: Reader, prefix: str, asymmetric: bool) -> Packed:
+    names = [f"{prefix}.{name}" for name in ("qweight", "qzeros", "scales")]
+    inputs, words = part(reader, names[0], ("I32",), (None, None)).shape
+    groups, outputs = part(reader, names[2], FLOAT_SCALES, (None, 8 * words)).shape
+    if asymmetric:
+        part(reader, names[1], ("I32",), (groups, words))
+    if inputs % groups:
+        raise ValueError(f"{names[2]} has {groups} groups, which do not divide {inputs} inputs")
+
+    def open_() -> Rows:
+        packed, scales = whole(reader, names[0]), read_float(reader, names[2])
+        middle = np.full((groups, words), 0x88888888, np.uint32)
+        zeros = whole(reader, names[1]) if asymmetric else middle
+
+        def rows(start: int, stop: int) -> np.ndarray:
+            first, last = start // 8, -(-stop // 8)
+            inside = slice(start - 8 * first, stop - 8 * first)
+            values = _outputs(packed[:, first:last])[:, inside].astype(np.float32)
+            grouped = values.reshape(groups, inputs // groups, -1)
+            grouped -= _outputs(zeros[:, first:last])[:, None, inside]
+            grouped *= scales[:, None, start:stop]
+            return values.T
+
+        return rows
+
+    def open_low() -> LowRows:
+        packed, scales = whole(reader, names[0]), read_float(reader, names[2]).T
+        zeros = _outputs(whole(reader, names[1])).T - np.float32(8) if asymmetric else np.zeros_like(scales)
+
+        def rows(start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            first, last = start // 8, -(-stop // 8)
+            values = _outputs(packed[:, first:last])[:, start - 8 * first : stop - 8 * first]
+            return values.T.astype(np.int8) - np.int8(8), scales[start:stop], zeros[start:stop]
+
+        return rows
+
+    low_bit = LowBit("int4", inputs // groups, not asymmetric, open_low) if inputs // groups in GROUP_SIZES else None
+    return Packed(f"{prefix}.weight", (outputs, inputs), "AWQ 4-bit", present(reader, names), open_, low_bit)
+
+
+def _outputs(words: np.ndarray) -> np.ndarray:
+    """[rows, words] → [rows, outputs], in order."""
+    values = unpack_columns(words, 4, 8 * words.shape[1]).reshape(len(words), -1, 8)
+    ordered = np.empty_like(values)
+    ordered[..., _ORDER] = values
+    return ordered.reshape(len(words), -1)

@@ -1,0 +1,111 @@
+"""A process reads the slices of its own shards: what is read, and that it is all that the shards hold."""
+
+import jax
+import numpy as np
+import pytest
+
+import convert
+from convert.families.table import Source
+from convert.joined import Reordered
+from convert.slices import needed, parts
+from convert.tensors import Stored
+from jaxinfer.parameters import Parameter, declare, flatten
+from tests import tiny
+from tests.convert.meshed import abstract_tree, load_flat
+
+CASES = [
+    *("llama", "llama_biases", "llama_one_kv_head", "qwen3", "phi3", "gpt2", "bloom", "gptj", "mixtral", "gpt_oss"),
+    "minimax",
+]
+"""Sources of rows and of columns, fused ones, ones in another order, and experts, alone and stacked."""
+
+
+class Counted:
+    """A reader that counts the elements it reads; with columns, as those of safetensors."""
+
+    def __init__(self, reader):
+        self._reader, self.tensors, self.nbytes = reader, reader.tensors, 0
+
+    def read(self, name, start, stop):
+        return self._count(self._reader.read(name, start, stop))
+
+    def read_columns(self, name, start, stop, first, last):
+        return self._count(self._reader.read_columns(name, start, stop, first, last))
+
+    def _count(self, rows):
+        self.nbytes += rows.nbytes
+        return rows
+
+
+def counted(name, folder):
+    checkpoint = convert.open_checkpoint(tiny.write_checkpoint(name, folder))
+    object.__setattr__(checkpoint, "reader", Counted(checkpoint.reader))
+    return checkpoint
+
+
+def reads(monkeypatch):
+    """Bytes of the reads from files."""
+    sizes, read, read_columns = [], Stored.read, Stored.read_columns
+
+    def note(rows):
+        sizes.append(rows.nbytes)
+        return rows
+
+    monkeypatch.setattr(Stored, "read", lambda *args: note(read(*args)))
+    monkeypatch.setattr(Stored, "read_columns", lambda *args: note(read_columns(*args)))
+    return sizes
+
+
+def names(wanted):
+    return [next(case for case in tiny.ALL_CASES if case.startswith(name)) for name in wanted]
+
+
+@pytest.mark.parametrize("name", names(CASES))
+@pytest.mark.parametrize("device", [0, 3])
+def test_one_process_of_four_reads_its_share(name, device, tmp_path):
+    checkpoint = counted(name, tmp_path)
+    abstract, physical = abstract_tree(checkpoint.config, 4)
+    whole, declared = load_flat(checkpoint, 4), dict(flatten(declare(checkpoint.config)))
+    share, checkpoint.reader.nbytes = 0, 0
+    for path, leaf in flatten(abstract):
+        one = leaf.sharding.mesh.devices.flat[device]
+        wanted = needed(path, declared[path], checkpoint.config, physical, leaf, [one])
+        array = checkpoint.read(path, leaf.dtype, wanted)
+        array = convert.loading.to_physical(path, array, checkpoint.config, physical)
+        shard = array[leaf.sharding.devices_indices_map(leaf.shape)[one]]
+        np.testing.assert_array_equal(shard, whole[path].addressable_shards[device].data, err_msg=path)
+        share += shard.nbytes
+    assert 0.9 * share < checkpoint.reader.nbytes <= 1.05 * share
+
+
+@pytest.mark.parametrize("tensor", [1, 4, 8])
+def test_one_process_of_one_reads_every_tensor_once(tensor, tmp_path, monkeypatch):
+    checkpoint = convert.open_checkpoint(tiny.write_checkpoint("llama", tmp_path))
+    sizes = reads(monkeypatch)
+    load_flat(checkpoint, tensor)
+    assert sum(sizes) == sum(info.nbytes for info in checkpoint.tensors.values())
+
+
+def test_rows_in_another_order_are_found_there():
+    view = np.zeros((8, 5), bool)
+    view[[1, 4, 5]] = True
+    [part] = parts(
+        Source(("x",), lambda out, config: (Reordered(out, 1, (0, 2, 1, 3)),)),
+        view,
+        Parameter((8, 5), (None, None)),
+        None,
+    )
+    assert np.flatnonzero(part.rows).tolist() == [2, 4, 6]
+    assert part.columns.all()
+
+
+def test_all_processes_together_read_what_lies_on_one_of_them_once(tmp_path):
+    checkpoint = counted("llama", tmp_path)
+    abstract, physical = abstract_tree(checkpoint.config, 2)
+    declared = dict(flatten(declare(checkpoint.config)))
+    for path in ("layers.0.attention.qkv", "layers.1.mlp.gate_up", "layers.1.mlp.down", "embed.weight"):
+        leaf, checkpoint.reader.nbytes = dict(flatten(abstract))[path], 0
+        for device in jax.devices()[:2]:
+            wanted = needed(path, declared[path], checkpoint.config, physical, leaf, [device])
+            checkpoint.read(path, leaf.dtype, wanted)
+        assert checkpoint.reader.nbytes == sum(checkpoint.tensors[n].nbytes for n in checkpoint.sources[path].names)
