@@ -7,16 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
-    from jaxinfer.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
+    from jaxinfer.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, TextDelta
     from jaxinfer.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "TextDelta"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "TextDelta",
+]
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "jaxinfer.llm",
     "SamplingParams": "jaxinfer.sampling_params",
     "CompletionOutput": "jaxinfer.outputs",
+    "EmbeddingOutput": "jaxinfer.outputs",
     "Logprob": "jaxinfer.outputs",
     "RequestOutput": "jaxinfer.outputs",
     "TextDelta": "jaxinfer.outputs",

@@ -1,4 +1,4 @@
-"""The Python API: generate, chat, stream."""
+"""The Python API: generate, chat, stream, embed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import operator
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -14,10 +14,13 @@ from tqdm import tqdm
 
 import convert
 from jaxinfer import compilation, memory, startup, weights
+from jaxinfer.adapters import Adapters, check_named, load_adapters
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
+from jaxinfer.embed import TextEmbedder
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.output import OutputBuilder
 from jaxinfer.engine.request import Request
-from jaxinfer.outputs import RequestOutput, TextDelta
+from jaxinfer.outputs import EmbeddingOutput, RequestOutput, TextDelta
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 from meshes import AXES, build_mesh
@@ -26,18 +29,23 @@ type Prompt = str | dict[str, Any]
 """Text, {"prompt": text} or {"prompt_token_ids": ids}."""
 type Messages = Sequence[dict[str, Any]]
 """One conversation: [{"role": "user", "content": "Hi"}, …]."""
+type Loras = str | Sequence[str | None] | None
+"""The name of a loaded adapter for all prompts, or one per prompt; None: the model alone."""
 
 
 class LLM:
-    """A model, ready to generate. Names and defaults follow vLLM where it has one.
+    """A model, ready to generate, or, an encoder, to embed. Names and defaults follow vLLM where it has one.
 
     model: a local checkpoint (Hugging Face folder, GGUF file, native folder), a Hub id, or a ModelConfig for random
         weights.
+    task: "embed" for an LLM that keeps no cache and only embeds; "generate" for one that can do both; None: whichever
+        the model is made for, the first of an encoder.
     dtype: of weights, activations and, by default, cache: float32, bfloat16, float16, or auto: float32 on CPU, else
         bfloat16.
     quantization: store the projections in int8, fp8 or int4, made while loading; None: as the checkpoint stores them.
     tensor_parallel_size: devices that share each layer. mesh: in its place, one with axes data, pipe, expert, tensor.
-    max_model_len: longest sequence, prompt and output; the model's own limit by default.
+    max_model_len: longest sequence, prompt and output; the model's own limit by default, and for `embed` that of the
+        files of sentence-transformers beside it.
     max_num_seqs, max_num_batched_tokens: sequences that run at once, and tokens that one step takes.
     page_size, num_pages: of the KV cache, in tokens and per cache group; num_pages None fills the memory that is left.
     kv_cache_dtype: how keys and values are stored: auto: in `dtype`; int8 or fp8: with a scale per token and head.
@@ -47,6 +55,8 @@ class LLM:
     seed: for random weights, and for requests without a seed of their own.
     warm_up: compile every batch shape now, so that nothing compiles later; otherwise each at its first use.
     progress: show progress bars.
+    lora: name → folder or Hub id, of adapters that are kept beside the weights; a request has one of them, or none.
+    max_loras, max_lora_rank: places for them, and the largest rank; by default as many and as large as `lora` needs.
 
     Raises FileNotFoundError for a model that is not there, and ValueError for settings that do not fit it.
     """
@@ -55,6 +65,7 @@ class LLM:
         self,
         model: str | ModelConfig,
         *,
+        task: str | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
         tensor_parallel_size: int = 1,
@@ -71,13 +82,22 @@ class LLM:
         progress: bool = True,
         steps_in_flight: int = 2,
         mesh: Mesh | None = None,
+        lora: Mapping[str, str] | None = None,
+        max_loras: int | None = None,
+        max_lora_rank: int | None = None,
     ):
+        check_named({} if lora is None else lora)
         cache = CacheConfig(page_size, num_pages, memory_fraction, dtype=kv_cache_dtype)  # type: ignore[arg-type]
         memory.reserve(memory_fraction)
         compilation.enable_cache()
         wanted = None if quantization is None else Quantization(quantization)  # type: ignore[arg-type]
         source = model if isinstance(model, ModelConfig) else convert.open_checkpoint(convert.resolve(model))
         self.config: ModelConfig = source if isinstance(source, ModelConfig) else source.config
+        generates = _generates(task, self.config)
+        if not generates and (kv_cache_dtype, num_pages) != ("auto", None):
+            raise ValueError("to embed takes no cache: leave out kv_cache_dtype and num_pages")
+        if not generates and (lora or max_loras is not None):
+            raise ValueError("to embed takes no adapters beside the weights: merge one, its folder as the model")
         self.mesh = _mesh(tensor_parallel_size, mesh)
         self.engine_config = EngineConfig(
             max_model_len=_model_len(max_model_len, self.config),
@@ -91,13 +111,39 @@ class LLM:
         if not (skip_tokenizer_init or isinstance(source, ModelConfig)):
             self.tokenizer = Tokenizer.load(source.path)
         loaded = startup.load_model(source, self.mesh, dtype, wanted, seed, progress)
+        config = loaded.config.for_length(self.engine_config.max_model_len)
+        loaded = dataclasses.replace(loaded, config=config)
         self.weight_bytes = weights.size_in_bytes(loaded.weights)
+        self._adapters = load_adapters(source, loaded, self.mesh, lora or {}, max_loras, max_lora_rank)
         self.dtype = loaded.dtype
         self.quantization = loaded.quantization
-        self.engine = startup.build_engine(loaded, self.mesh, self.engine_config, self.tokenizer, warm_up, progress)
         self._progress = progress
+        self._embed = TextEmbedder(
+            loaded,
+            self.mesh,
+            self.engine_config,
+            None if isinstance(source, ModelConfig) else source.path,
+            self.get_tokenizer,
+            any_length=max_model_len is not None,
+            warm_up=warm_up,
+            progress=progress,
+        )
+        self._engine: Engine | None = None
+        if generates:
+            self._engine = startup.build_engine(
+                loaded, self.mesh, self.engine_config, self.tokenizer, warm_up, progress
+            )
+        else:
+            self._embed.start()
         self._seeds = random.Random(seed)
         self._numbers = itertools.count()
+
+    @property
+    def engine(self) -> Engine:
+        """What generates. Raises ValueError if this LLM only embeds."""
+        if self._engine is None:
+            raise _no_generation(self.config)
+        return self._engine
 
     def generate(
         self,
@@ -105,15 +151,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        lora: Loras = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; one RequestOutput each, in order.
 
-        sampling_params: for all, or one per prompt. use_tqdm: show progress; None: as the LLM was told. Threads may
-        call it at the same time: their requests share the batch.
+        sampling_params: for all, or one per prompt. use_tqdm: show progress; None: as the LLM was told. lora: the name
+        of a loaded adapter for all, or one, or None, per prompt. Threads may call it at the same time: their requests
+        share the batch, whatever adapters they have.
         Raises ValueError, before any compute, for a prompt or parameters that cannot be served.
         """
         entries: list[Any] = [prompts] if isinstance(prompts, (str, dict)) else _listed(prompts, "prompts")
-        return self._run([self._encode(entry) for entry in entries], sampling_params, use_tqdm)
+        return self._run([self._encode(entry) for entry in entries], sampling_params, use_tqdm, lora)
 
     def chat(
         self,
@@ -121,24 +169,76 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        lora: Loras = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template. Arguments as in `generate`."""
         listed = _listed(messages, "messages")
         conversations = [listed] if not listed or isinstance(listed[0], dict) else listed
-        tokenizer = self.get_tokenizer()
-        prompts = [(None, tokenizer.encode_chat(c, **template_kwargs)) for c in conversations]
-        return self._run(prompts, sampling_params, use_tqdm)
+        prompts = [(None, self._encode_chat(c, **template_kwargs)) for c in conversations]
+        return self._run(prompts, sampling_params, use_tqdm, lora)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora: str | None = None
+    ) -> Iterator[TextDelta]:
         """Complete one prompt piece by piece. A stream that is closed or dropped frees what it held."""
-        return self._stream(self._encode(prompt)[1], sampling_params)
+        return self._stream(self._encode(prompt)[1], sampling_params, lora)
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, **template_kwargs: Any
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora: str | None = None,
+        **template_kwargs: Any,
     ) -> Iterator[TextDelta]:
         """Answer one conversation piece by piece."""
-        return self._stream(self.get_tokenizer().encode_chat(messages, **template_kwargs), sampling_params)
+        return self._stream(self._encode_chat(messages, **template_kwargs), sampling_params, lora)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        truncate: bool = False,
+        use_tqdm: bool | None = None,
+    ) -> list[EmbeddingOutput]:
+        """The vector of every text; one EmbeddingOutput each, in order.
+
+        pooling: of the last hidden states: "cls", the first token's, "mean", or "last"; None: as the model's files of
+            sentence-transformers say, else the mean of an encoder's and the last of a decoder's.
+        normalize: scale vectors to Euclidean length 1; None: as those files say, else yes.
+        truncate: cut what is longer than max_model_len or max_num_batched_tokens; otherwise it is an error.
+        use_tqdm: show progress; None: as the LLM was told. Threads may call it at the same time.
+        Raises ValueError, before any compute, for a text that cannot be embedded, or a pooling that does not exist.
+        """
+        entries: list[Any] = [prompts] if isinstance(prompts, (str, dict)) else _listed(prompts, "prompts")
+        show = self._progress if use_tqdm is None else use_tqdm
+        return self._embed([_text_or_ids(entry) for entry in entries], pooling, normalize, truncate, show)
+
+    def load_lora(self, name: str, model: str) -> None:
+        """Put an adapter, a folder or a Hub id, into a free place, while requests may run; nothing is compiled.
+
+        Raises ValueError if no place is free (`max_loras`), and for an adapter that does not fit.
+        """
+        check_named({name: model})
+        self._places().load(name, convert.resolve(model))
+
+    def unload_lora(self, name: str) -> None:
+        """Free an adapter's place. Raises ValueError if unfinished requests have it."""
+        adapters = self._places()
+        with adapters.lock:
+            if adapters.place(name) in self.engine.places_in_use():
+                raise ValueError(
+                    f"requests with the adapter {name!r} are unfinished; wait for them, or close their streams"
+                )
+            adapters.unload(name)
+
+    def _places(self) -> Adapters:
+        if self._adapters is None:
+            raise ValueError("this LLM has no places for adapters; make it with max_loras, or with lora={name: folder}")
+        return self._adapters
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if there is none: `skip_tokenizer_init`, or random weights."""
@@ -153,13 +253,16 @@ class LLM:
         prompts: Sequence[tuple[str | None, list[int]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | None,
+        lora: Loras,
     ) -> list[RequestOutput]:
-        each = _one_each(params, len(prompts))
-        groups = [self._requests(ids, p) for (_, ids), p in zip(prompts, each, strict=True)]
+        if isinstance(lora, str):
+            self._places().place(lora)  # an unknown name is refused though there be no prompt
+        each, names = _one_each(params, len(prompts)), _one_name_each(lora, len(prompts))
+        groups = [self._requests(ids, p, name) for (_, ids), p, name in zip(prompts, each, names, strict=True)]
         requests = [request for group in groups for request in group]
         show = self._progress if use_tqdm is None else use_tqdm
         try:
-            outputs = {request: self.engine.add(request) for request in requests}
+            outputs = {request: self._add(request) for request in requests}
             with tqdm(total=len(requests), desc="Generating", unit="seq", disable=not show) as bar:
                 unfinished = requests
                 while unfinished:
@@ -175,14 +278,14 @@ class LLM:
             for (text, _), group in zip(prompts, groups, strict=True)
         ]
 
-    def _stream(self, ids: list[int], params: SamplingParams | None) -> Iterator[TextDelta]:
+    def _stream(self, ids: list[int], params: SamplingParams | None, lora: str | None) -> Iterator[TextDelta]:
         """Checks now, generates when iterated."""
         [checked] = _one_each(params, 1)
-        return self._deltas(self._requests(ids, checked))
+        return self._deltas(self._requests(ids, checked, lora))
 
     def _deltas(self, requests: list[Request]) -> Iterator[TextDelta]:
         try:
-            outputs = [self.engine.add(request) for request in requests]
+            outputs = [self._add(request) for request in requests]
             while outputs:
                 self.engine.step()
                 for output in list(outputs):
@@ -194,8 +297,19 @@ class LLM:
         finally:
             self.engine.abort(requests)
 
-    def _requests(self, ids: list[int], params: SamplingParams) -> list[Request]:
+    def _add(self, request: Request) -> OutputBuilder:
+        """Queue a request, in the place that its adapter has now. Raises ValueError if that was unloaded meanwhile."""
+        if request.lora is None:
+            return self.engine.add(request)
+        adapters = self._places()
+        with adapters.lock:
+            request.place = adapters.place(request.lora)
+            return self.engine.add(request)
+
+    def _requests(self, ids: list[int], params: SamplingParams, lora: str | None) -> list[Request]:
         """The `n` requests of one prompt, checked; the first one alone scores the prompt."""
+        if lora is not None:
+            self._places().place(lora)
         number = next(self._numbers)
         limit = self.engine_config.max_model_len
         most = limit if params.max_tokens is None else min(len(ids) + params.max_tokens, limit)
@@ -209,6 +323,7 @@ class LLM:
                 seed=seed,
                 index=index,
                 end_token_ids=frozenset() if params.ignore_eos else frozenset(self.config.eos_token_ids),
+                lora=lora,
             )
             for index in range(params.n)
         ]
@@ -217,16 +332,43 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it came as text, and its token ids."""
-        if isinstance(prompt, dict):
-            if "prompt_token_ids" in prompt:
-                try:
-                    return None, [operator.index(token_id) for token_id in prompt["prompt_token_ids"]]
-                except TypeError as error:
-                    raise ValueError(f"prompt_token_ids must be a list of integers: {error}") from error
-            prompt = prompt.get("prompt", prompt)
-        if not isinstance(prompt, str):
-            raise ValueError(f'a prompt is text, {{"prompt": …}} or {{"prompt_token_ids": […]}}; got {prompt!r}')
-        return prompt, self.get_tokenizer().encode(prompt)
+        found = _text_or_ids(prompt)
+        return (found, self.get_tokenizer().encode(found)) if isinstance(found, str) else (None, found)
+
+    def _encode_chat(self, messages: Messages, **template_kwargs: Any) -> list[int]:
+        """Token ids of a conversation. Raises ValueError if this LLM only embeds: then it need not have a template."""
+        if self._engine is None:
+            raise _no_generation(self.config)
+        return self.get_tokenizer().encode_chat(messages, **template_kwargs)
+
+
+def _generates(task: str | None, config: ModelConfig) -> bool:
+    if task not in (None, "embed", "generate"):
+        raise ValueError(f"task is {task!r}; it must be 'embed', 'generate', or None for what the model is made for")
+    if task == "generate" and config.headless:
+        raise _no_generation(config)
+    return task != "embed" and not config.headless
+
+
+def _no_generation(config: ModelConfig) -> ValueError:
+    if config.bidirectional:
+        return ValueError(f"{config.family} is an encoder: it embeds text and generates none; use LLM.embed")
+    if config.headless:
+        return ValueError("the checkpoint has no head: it embeds text and generates none; use LLM.embed")
+    return ValueError("this LLM was made with task='embed', and only embeds; make another without it to generate")
+
+
+def _text_or_ids(prompt: Prompt) -> str | list[int]:
+    if isinstance(prompt, dict):
+        if "prompt_token_ids" in prompt:
+            try:
+                return [operator.index(token_id) for token_id in prompt["prompt_token_ids"]]
+            except TypeError as error:
+                raise ValueError(f"prompt_token_ids must be a list of integers: {error}") from error
+        prompt = prompt.get("prompt", prompt)
+    if not isinstance(prompt, str):
+        raise ValueError(f'a prompt is text, {{"prompt": …}} or {{"prompt_token_ids": […]}}; got {prompt!r}')
+    return prompt
 
 
 def _mesh(tensor_parallel_size: int, mesh: Mesh | None) -> Mesh:
@@ -259,6 +401,15 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(each) != count:
         raise ValueError(f"{len(each)} sampling params for {count} prompts; pass one for all, or one per prompt")
     return each
+
+
+def _one_name_each(lora: Loras, count: int) -> list[str | None]:
+    if lora is None or isinstance(lora, str):
+        return [lora] * count
+    names = _listed(lora, "lora")
+    if len(names) != count:
+        raise ValueError(f"{len(names)} names of adapters for {count} prompts; pass one for all, or one per prompt")
+    return names
 
 
 def _listed(values: Any, name: str) -> list[Any]:

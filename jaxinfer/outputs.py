@@ -65,6 +65,17 @@ class RequestOutput:
     prompt_logprobs: TokenLogprobs | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class EmbeddingOutput:
+    """A text and its vector."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    """What was embedded: of a text that was truncated, what was left."""
+    embedding: np.ndarray
+    """[hidden_size] f32"""
+
+
 @dataclass(frozen=True)
 class TextDelta:
     """What one step added to a streamed continuation; `text` never ends within a character."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import convert
-from jaxinfer import compilation, memory, weights
+from jaxinfer import compilation, memory, parameters, weights
 from jaxinfer.config import EngineConfig, ModelConfig, Quantization
 from jaxinfer.engine import cache
 from jaxinfer.engine.batch import KERNEL_WIDTHS, WIDTHS, BatchBuilder, BatchShape, data_dependent
@@ -21,7 +22,6 @@ from jaxinfer.parameters import Tree, for_tensor_parallel, resolve
 from jaxinfer.tokenizer import Tokenizer
 from meshes import sharding
 from pallas_kernels import paged_decode
-from pallas_kernels.kv_pages import abstract_pages
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +51,17 @@ def load_model(
     physical = for_tensor_parallel(config, mesh.shape["tensor"])
     resolved = weights.resolve_dtype(dtype, mesh.devices.flat[0].platform)
     quantization = _quantization(source, quantization)
+    if not isinstance(source, ModelConfig) and source.format != "native" and quantization == source.quantization:
+        tree = parameters.abstract(physical, resolved, functools.partial(sharding, mesh), quantization)
+        if (cut := weights.cut_groups(tree)) is not None:
+            log.warning("%s: %s; the projections are read as floats", source.path, cut)
+            quantization = None
     if isinstance(source, ModelConfig):
         loaded = weights.random_weights(physical, resolved, mesh, seed, quantization)
     else:
         abstract = weights.abstract_weights(physical, resolved, mesh, quantization)
         loaded = convert.load(source, abstract, physical, progress=progress)
+        loaded, physical = weights.fold_head_norm(loaded, physical)
     return LoadedModel(physical, loaded, resolved, quantization)
 
 
@@ -81,6 +87,7 @@ def build_engine(
         groups=len(model.config.cache_groups),
         data_dependent=data_dependent(mesh.devices.flat[0].platform),
         widths=_table_widths(model, mesh, config),
+        adapters=any("lora" in half for layer in model.weights["layers"].values() for half in layer.values()),
     )
     runner = StepRunner(model.config, model.weights, mesh)
     num_pages = _plan_pages(model, mesh, config, runner, builder)
@@ -96,8 +103,8 @@ def build_engine(
 
 def _table_widths(model: LoadedModel, mesh: Mesh, config: EngineConfig) -> tuple[int, int]:
     """Few widths of block tables where decode attention is a kernel, which reads no further than a sequence."""
-    c, dtype = model.config, cache.stored_dtype(config.cache.dtype, model.dtype)
-    pages = abstract_pages(1, c.num_kv_heads // mesh.shape["tensor"], config.cache.page_size, c.head_dim, dtype)
+    dtype = cache.stored_dtype(config.cache.dtype, model.dtype)
+    pages = cache.one_page(model.config, config.cache.page_size, dtype, mesh.shape["tensor"])
     return WIDTHS if paged_decode.obstacle(model.dtype, pages, target_of(mesh)) else KERNEL_WIDTHS
 
 
@@ -130,5 +137,5 @@ def largest_shapes(shapes: Sequence[BatchShape]) -> list[BatchShape]:
 def _abstract_state(model: LoadedModel, mesh: Mesh, config: EngineConfig, num_pages: tuple[int, ...]) -> AbstractState:
     last_ids = jax.ShapeDtypeStruct((config.max_num_seqs,), jnp.int32, sharding=sharding(mesh))
     dtype = cache.stored_dtype(config.cache.dtype, model.dtype)
-    pages = cache.abstract_cache(model.config, num_pages, config.cache.page_size, dtype, mesh)
-    return State(pages, last_ids)  # type: ignore[arg-type]
+    kept = cache.abstract_cache(model.config, num_pages, config.cache.page_size, dtype, mesh, config.max_num_seqs)
+    return State(kept, last_ids)  # type: ignore[arg-type]

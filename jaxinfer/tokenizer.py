@@ -63,6 +63,22 @@ class Tokenizer:
         _check_text(text)
         return self.raw.encode(text, verbose=False)
 
+    def encode_start(self, text: str, length: int) -> list[int]:
+        """As `encode`, with so much of the text's end left out that at most `length` tokens are left, the special ones
+        that surround it among them. Raises ValueError also if these alone are more.
+        """
+        ids = self.encode(text)
+        if len(ids) <= length:
+            return ids
+        inner = self.raw.encode(text, add_special_tokens=False, verbose=False)
+        added = len(ids) - len(inner)
+        before = next((n for n in range(added + 1) if ids[n : n + len(inner)] == inner), None)
+        if before is None:
+            raise ValueError("this tokenizer's special tokens do not surround a text, so it cannot be cut; shorten it")
+        if added >= length:
+            raise ValueError(f"the {added} special tokens around a text leave no room for it in {length} tokens")
+        return [*ids[:before], *inner[: length - added], *ids[before + len(inner) :]]
+
     def encode_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_kwargs: Any
     ) -> list[int]:

@@ -8,21 +8,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from jaxinfer.config import ModelConfig, Quantization
+from jaxinfer.config import ModelConfig, ParallelConfig, Quantization
 from jaxinfer.parameters import (
     Parameter,
     Tree,
     abstract,
     declare,
     flatten,
+    for_tensor_parallel,
     is_quantized,
     quantized,
+    resolve,
     stored_axes,
     unflatten,
 )
-from meshes import partition_spec, sharding
+from meshes import AXES, partition_spec, sharding
+from pallas_kernels.formats import dequantize
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -37,22 +40,36 @@ def resolve_dtype(dtype: str, platform: str) -> jnp.dtype:
 
 
 def abstract_weights(
-    config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, quantization: Quantization | None = None
+    config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | AbstractMesh, quantization: Quantization | None = None
 ) -> Tree:
     """Shape, dtype and sharding of every weight. config: as laid out for the mesh; quantization: resolved.
 
-    Raises ValueError if int4 groups would be cut by the mesh.
+    Raises ValueError if groups of inputs that share a scale would be cut by the mesh.
     """
     tree = abstract(config, dtype, functools.partial(sharding, mesh), quantization)
+    if (cut := cut_groups(tree)) is not None:
+        raise ValueError(
+            f"{cut}; use a smaller tensor_parallel_size, int8, or python -m convert with a smaller --group-size"
+        )
+    return tree
+
+
+def check_fits(config: ModelConfig, parallel: ParallelConfig, quantization: Quantization | None) -> None:
+    """ValueError if a mesh of these sizes could not hold the model, stored so; needs no devices."""
+    mesh = AbstractMesh(tuple(getattr(parallel, axis) for axis in AXES), AXES)
+    physical = for_tensor_parallel(config, parallel.tensor)
+    abstract_weights(physical, jnp.dtype(jnp.bfloat16), mesh, resolve(config, quantization))
+
+
+def cut_groups(tree: Tree) -> str | None:
+    """What is wrong with abstract weights on a mesh that cuts a group; None if it cuts none."""
     for path, leaf in flatten(tree):
         if is_quantized(leaf) and leaf.group_size:
             local = leaf.inputs * leaf.values.sharding.shard_shape(leaf.values.shape)[-1] // leaf.values.shape[-1]
             if local % leaf.group_size:
-                raise ValueError(
-                    f"int4 groups of {leaf.group_size} do not divide the {local} inputs of {path} on each device; "
-                    "use a smaller tensor_parallel_size, int8, or python -m convert with a smaller --group-size"
-                )
-    return tree
+                groups = f"{leaf.format} groups of {leaf.group_size}"
+                return f"{groups} do not divide the {local} inputs of {path} on each device"
+    return None
 
 
 def partition_specs(parameter: Parameter, weight: Any) -> Any:
@@ -90,6 +107,32 @@ def _initialiser(
         return quantized(weight, parameter, quantization) if is_quantized(leaf) else weight
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda part: part.sharding, leaf))
+
+
+def row_lengths(head: Any) -> jax.Array:
+    """[vocab] f32: of the head's rows; one for a row of zeros. head: [embed, vocab], or quantized."""
+    wide = dequantize(head, jnp.float32).T if is_quantized(head) else head.astype(jnp.float32)
+    lengths = jnp.linalg.norm(wide, axis=0)
+    return jnp.where(lengths > 0, lengths, 1.0)
+
+
+def fold_head_norm(weights: Tree, config: ModelConfig) -> tuple[Tree, ModelConfig]:
+    """The same model with rows of the head that are of length one already, so that no step has to divide by theirs.
+
+    The head that is passed in is used up.
+    """
+    if not config.head_norm:
+        return weights, config
+    head = weights["head"]["weight"]
+    change = jax.jit(_unit_rows, donate_argnums=0, out_shardings=jax.tree.map(lambda part: part.sharding, head))
+    folded = {**weights, "head": {**weights["head"], "weight": change(head)}}
+    return folded, dataclasses.replace(config, head_norm=False)
+
+
+def _unit_rows(head: Any) -> Any:
+    if is_quantized(head):
+        return dataclasses.replace(head, scales=head.scales / row_lengths(head).reshape(head.scales.shape))
+    return (head.astype(jnp.float32) / row_lengths(head)).astype(head.dtype)
 
 
 def size_in_bytes(weights: Tree) -> int:

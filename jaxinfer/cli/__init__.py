@@ -10,6 +10,7 @@ from jaxinfer import __version__
 from jaxinfer.cli.bench import bench
 from jaxinfer.cli.cuda import skip_unusable_cuda
 from jaxinfer.cli.demo import fetch_demo
+from jaxinfer.cli.embed import embed
 from jaxinfer.cli.env import env
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.info import info
@@ -30,5 +31,5 @@ def main() -> None:
     skip_unusable_cuda(os.environ)
 
 
-for command in (generate, info, bench, env, fetch_demo):
+for command in (generate, embed, info, bench, env, fetch_demo):
     main.add_command(command)

@@ -42,6 +42,7 @@ sampling_options = options(
 @click.option(
     "--stream/--no-stream", default=None, help="Print text as it comes.  [default: one prompt, on a terminal]"
 )
+@click.option("--lora", type=click.Path(), help="A LoRA adapter, kept beside the weights, which may be quantized.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt, one per line.")
 @sampling_options
 @memory_options
@@ -52,6 +53,7 @@ def generate(
     chat: bool,
     system: str | None,
     stream: bool | None,
+    lora: str | None,
     as_json: bool,
     max_tokens: int,
     temperature: float,
@@ -75,7 +77,7 @@ def generate(
     every = [*prompts, *(line.rstrip("\n") for line in prompt_file or () if line.strip())]
     if stream is None:
         stream = len(every) == 1 and sys.stdout.isatty() and not as_json
-    _check(every, chat, system, stream, as_json, logprobs)
+    _check(every, chat, system, stream, as_json, logprobs, lora)
 
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -95,13 +97,17 @@ def generate(
     # A cache of no more sequences than prompts is small, and the same size in every run: its shape is part of what the
     # compilation cache looks up, and a size taken from the memory that is free now would never be found again.
     memory["max_num_seqs"] = min(memory["max_num_seqs"], len(every))
+    adapter: dict[str, Any] = {}
+    if lora is not None:
+        memory["lora"], adapter["lora"] = {lora: lora}, lora
     llm = LLM(model, warm_up=False, progress=sys.stderr.isatty(), **memory)
     if stream:
-        for text in _stream(llm, every[0], params, chat, system):
+        for text in _stream(llm, every[0], params, chat, system, **adapter):
             click.echo(text, nl=False)
         click.echo()
         return
-    outputs = llm.chat([_messages(p, system) for p in every], params) if chat else llm.generate(every, params)
+    conversations = [_messages(p, system) for p in every]
+    outputs = llm.chat(conversations, params, **adapter) if chat else llm.generate(every, params, **adapter)
     for prompt, output in zip(every, outputs, strict=True):
         if as_json:
             click.echo(json.dumps(to_record(prompt, output), ensure_ascii=False))
@@ -112,7 +118,13 @@ def generate(
 
 
 def _check(
-    prompts: list[str], chat: bool, system: str | None, stream: bool, as_json: bool, logprobs: int | None
+    prompts: list[str],
+    chat: bool,
+    system: str | None,
+    stream: bool,
+    as_json: bool,
+    logprobs: int | None,
+    lora: str | None,
 ) -> None:
     """Refuse, before anything is loaded, what the options cannot mean together."""
     if not prompts:
@@ -127,6 +139,8 @@ def _check(
         raise click.UsageError(f"--stream takes one prompt, not {len(prompts)}; leave it out")
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json, which shows them")
+    if lora == "":
+        raise click.UsageError("--lora is empty; give an adapter's folder or Hugging Face id, or leave it out")
 
 
 def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
@@ -134,8 +148,11 @@ def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
     return [user] if system is None else [{"role": "system", "content": system}, user]
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams, chat: bool, system: str | None) -> Iterator[str]:
-    deltas = llm.stream_chat(_messages(prompt, system), params) if chat else llm.stream(prompt, params)
+def _stream(
+    llm: LLM, prompt: str, params: SamplingParams, chat: bool, system: str | None, **adapter: Any
+) -> Iterator[str]:
+    conversation = _messages(prompt, system)
+    deltas = llm.stream_chat(conversation, params, **adapter) if chat else llm.stream(prompt, params, **adapter)
     return (delta.text for delta in deltas)
 
 

@@ -12,7 +12,7 @@ import click
 from jaxinfer.cli.common import Command
 
 if TYPE_CHECKING:
-    from jaxinfer.config import ModelConfig
+    from jaxinfer.config import ModelConfig, Quantization
 
 MOST_DEVICES = 8
 """The table stops at one host's devices; larger sizes that fit are still listed."""
@@ -45,8 +45,8 @@ def _checkpoint(path: str) -> tuple[dict[str, Any], list[str]]:
     import convert
 
     checkpoint = convert.open_checkpoint(convert.resolve(path))
-    report = describe(checkpoint.config)
     quantization = checkpoint.quantization
+    report = describe(checkpoint.config, quantization)
     report |= {
         "format": checkpoint.format,
         "stored_dtype": str(checkpoint.dtype),
@@ -78,25 +78,39 @@ def _kernels(gpu: str | None) -> tuple[dict[str, Any], list[str]]:
     return {"device": name, "platform": kind.platform, "kernels": rows}, lines
 
 
-def describe(config: ModelConfig) -> dict[str, Any]:
-    """All numbers of the report as plain values; bytes are bytes, `device_gb` is 10**9 bytes."""
+def describe(config: ModelConfig, quantization: Quantization | None = None) -> dict[str, Any]:
+    """All numbers of the report as plain values; bytes are bytes, `device_gb` is 10**9 bytes.
+
+    quantization: as the checkpoint stores its projections.
+    """
     from jaxinfer import parameters, sizes
 
     fitting = parameters.fitting_tensor_sizes(config)
-    fits = [
-        sizes.fit(config, memory, tensor, FIT_DTYPE)
-        for tensor in fitting
-        if tensor <= MOST_DEVICES
-        for memory in sizes.DEVICE_GB
-    ]
+    fits = (
+        []
+        if config.headless
+        else [  # nothing is cached
+            sizes.fit(config, memory, tensor, FIT_DTYPE, quantization)
+            for tensor in fitting
+            if tensor <= MOST_DEVICES
+            for memory in sizes.DEVICE_GB
+        ]
+    )
     return {
         "config": config.to_dict(),
         "parameters": parameters.count(config),
-        "weight_bytes": {dtype: sizes.weight_bytes(config, dtype) for dtype in sizes.DTYPE_BYTES},
+        "weight_bytes": {dtype: sizes.weight_bytes(config, dtype, quantization) for dtype in sizes.DTYPE_BYTES},
         "kv_bytes_per_token": {dtype: sizes.kv_bytes_per_token(config, dtype) for dtype in sizes.DTYPE_BYTES},
+        "state_bytes_per_sequence": config.state_bytes,
         "tensor_parallel_sizes": fitting,
         "fits": [dataclasses.asdict(fit) for fit in fits],
     }
+
+
+def _positions(config: ModelConfig) -> str:
+    if config.rope is not None:
+        return f"rope {config.rope.kind}, base {config.rope.theta:g}"
+    return "learned positions" if config.learned_positions else "ALiBi"
 
 
 def _lines(config: ModelConfig, report: dict[str, Any]) -> list[str]:
@@ -107,20 +121,33 @@ def _lines(config: ModelConfig, report: dict[str, Any]) -> list[str]:
         f"architecture    {c.family}, stored as {report['format']} in {_stored(report)}",
         f"layers          {c.num_layers}, hidden {c.hidden_size}, MLP {c.mlp_size}",
         f"heads           {c.num_heads} query, {c.num_kv_heads} key/value, of {c.head_dim}",
-        f"vocabulary      {c.vocab_size}{', the head tied to the embedding' if c.tied_head else ''}",
-        f"context         {c.max_position} tokens, rope {c.rope.kind}, base {c.rope.theta:g}",
+        f"vocabulary      {c.vocab_size}{', the head tied to the embedding' if c.tied_head and not c.headless else ''}",
+        f"context         {c.max_position} tokens, {_positions(c)}",
     ]
     if windowed:
         lines.append(f"windows         {len(windowed)} of {c.num_layers} layers look back {max(windowed)} tokens")
+    if c.recurrent_layers:
+        kept = f"keep {size(c.state_bytes)} a sequence, whatever its length"
+        lines.append(f"recurrent       {len(c.recurrent_layers)} of {c.num_layers} layers {kept}")
     lines += [
         f"parameters      {report['parameters']:,}",
-        f"weights         {', '.join(f'{size(n)} {dtype}' for dtype, n in weights.items())}",
+        f"weights         {', '.join(f'{size(n)} {dtype}' for dtype, n in weights.items())}{_beside(report)}",
         f"cache per token {', '.join(f'{size(n)} {dtype}' for dtype, n in cache.items())}",
         f"tensor parallel {', '.join(map(str, report['tensor_parallel_sizes']))} devices fit",
-        "",
-        f"Tokens of cache beside the weights, {FIT_DTYPE}, at the default memory fraction:",
     ]
+    if not report["fits"]:
+        return [*lines, "task            embeds text, and generates none: no cache is kept"]
+    lines += ["", f"Tokens of cache beside the weights, {FIT_DTYPE}, at the default memory fraction:"]
     return lines + _table(report["fits"])
+
+
+def _beside(report: dict[str, Any]) -> str:
+    quantization = report["quantization"]
+    return f", {_which(quantization)} in {quantization['format']}" if quantization else ""
+
+
+def _which(quantization: dict[str, Any]) -> str:
+    return "projections" if quantization["layers"] else "projections of experts"
 
 
 def _stored(report: dict[str, Any]) -> str:
@@ -128,7 +155,7 @@ def _stored(report: dict[str, Any]) -> str:
     if quantization is None:
         return str(report["stored_dtype"])
     groups = f", groups of {quantization['group_size']}" if quantization["group_size"] else ""
-    return f"{report['stored_dtype']}, projections in {quantization['format']}{groups}"
+    return f"{report['stored_dtype']}, {_which(quantization)} in {quantization['format']}{groups}"
 
 
 def _table(fits: list[dict[str, Any]]) -> list[str]:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.request import NO_PLACE
 from jaxinfer.engine.sampler import SamplingInputs
 from jaxinfer.engine.scheduler import Scheduled
 from jaxinfer.sampling_params import MAX_SUPPRESSED, SamplingParams
@@ -58,6 +59,8 @@ class BatchShape:
     sampling: Sampling
     scored: bool = False
     """Every token's logits are computed and returned, not only those that are sampled from."""
+    adapters: bool = False
+    """There are places for adapters, and every sequence has one or none."""
 
     @property
     def rows(self) -> int:
@@ -100,6 +103,7 @@ def fields(shape: BatchShape) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         "choice": (batch, i32),
         "suppressed": ((shape.sequences, MAX_SUPPRESSED), i32),
         "flags": ((3,), i32),  # any_random, any_filter, any_logprobs
+        **({"places": (batch, i32)} if shape.adapters else {}),  # of adapters; −1: none
     }
 
 
@@ -146,9 +150,18 @@ def data_dependent(platform: str) -> bool:
 class BatchBuilder:
     """Turns scheduled sequences into arrays, and knows all shapes that can come."""
 
-    def __init__(self, engine: EngineConfig, groups: int, data_dependent: bool, widths: tuple[int, int] = WIDTHS):
+    def __init__(
+        self,
+        engine: EngineConfig,
+        groups: int,
+        data_dependent: bool,
+        widths: tuple[int, int] = WIDTHS,
+        adapters: bool = False,
+    ):
         """data_dependent: whether programs may loop and branch on what a batch holds. If not, there are more of them:
-        block tables come in several `widths`, and greedy batches have programs of their own."""
+        block tables come in several `widths`, and greedy batches have programs of their own. adapters: whether the
+        model has places for them."""
+        self._adapters = adapters
         self._engine = engine
         self._groups = groups
         self._data_dependent = data_dependent
@@ -192,6 +205,9 @@ class BatchBuilder:
             arrays["logit_rows"][:] = np.arange(shape.tokens)
         else:
             arrays["sample_rows"][:] = np.arange(shape.sequences)
+        if shape.adapters:
+            arrays["places"][:] = NO_PLACE
+            arrays["places"][: len(scheduled)] = [part.request.place for part in scheduled]
         row = 0
         for number, part in enumerate(scheduled):
             self._fill_tokens(arrays, number, row, part)
@@ -236,11 +252,11 @@ class BatchBuilder:
         return "full" if scored or any(any(_flags(part.request.params)) for part in scheduled) else "greedy"
 
     def _decode(self, sequences: int, width: int, sampling: Sampling) -> BatchShape:
-        return BatchShape(sequences, sequences, width, self._groups, decode=True, sampling=sampling)
+        return BatchShape(sequences, sequences, width, self._groups, True, sampling, adapters=self._adapters)
 
     def _ragged(self, tokens: int, sampling: Sampling, scored: bool = False) -> BatchShape:
         sequences = min(tokens, self._engine.max_num_seqs)
-        return BatchShape(tokens, sequences, self._width, self._groups, False, sampling, scored)
+        return BatchShape(tokens, sequences, self._width, self._groups, False, sampling, scored, self._adapters)
 
 
 def _flags(params: SamplingParams) -> tuple[bool, bool, bool]:

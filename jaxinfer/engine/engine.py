@@ -69,6 +69,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._outputs)
 
+    def places_in_use(self) -> set[int]:
+        """Those of the adapters that unfinished requests have."""
+        with self._lock:
+            return {request.place for request in self._outputs}
+
     @interrupts_held()
     def add(self, request: Request) -> OutputBuilder:
         """Queue a request that `check` accepts."""

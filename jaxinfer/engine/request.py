@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from jaxinfer.outputs import FinishReason
 from jaxinfer.sampling_params import SamplingParams
 
+NO_PLACE = -1
+"""The place of a request without an adapter."""
+
 
 class Status(enum.Enum):
     """Where a request is: in the queue, holding a slot and pages, or done."""
@@ -32,6 +35,10 @@ class Request:
     """Which of the prompt's `n` outputs this is."""
     end_token_ids: frozenset[int] = frozenset()
     """The model's own end ids, unless ignored."""
+    lora: str | None = None
+    """The name of its adapter."""
+    place: int = NO_PLACE
+    """Of its adapter among the model's places for them, set when it is queued: until then it may be unloaded."""
 
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)

@@ -17,7 +17,7 @@ from jaxinfer.engine.block_pool import BlockPool
 from jaxinfer.engine.request import Request, Status
 
 RELEASED = -1
-"""Stands in a request's page list where the page was given back, its tokens being out of the window."""
+"""Stands in a request's page list where the page was given back, its tokens being out of the window or the chunk."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Scheduler:
 
     def _first_page(self, group: CacheGroup, position: int) -> int:
         """The first page that a query at `position` or later can still see."""
-        return 0 if group.window is None else max(0, position - group.window + 1) // self.page_size
+        return group.first_seen(position) // self.page_size
 
     def _most_pages(self, group: CacheGroup, num_tokens: int) -> int:
         return group.most_pages(num_tokens, self.page_size, self.max_num_batched_tokens)

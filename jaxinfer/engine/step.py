@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,14 +13,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxinfer import compilation
+from jaxinfer import compilation, memory
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine import sampler
 from jaxinfer.engine.batch import NO_TARGET, UNREAD, Batch, BatchShape, packed_size, sampling_inputs, unpack
+from jaxinfer.engine.chunks import chunks_apart
 from jaxinfer.engine.sampler import RowLogprobs
 from jaxinfer.models import Decoder
 from jaxinfer.models.attention import AttentionInputs
-from jaxinfer.models.rope import cos_sin
+from jaxinfer.models.decoder import Kept, LayerInputs
+from jaxinfer.models.recurrent import recurrent_inputs
+from jaxinfer.models.rope import cos_sin, growth
 from jaxinfer.parameters import Tree
 from meshes import sharding
 from pallas_kernels import paged_decode, paged_prefill
@@ -44,8 +48,8 @@ class StepOutput:
 class State:
     """What stays on the device between steps, and is donated to each."""
 
-    cache: list[KVPages]
-    """One pool per layer."""
+    cache: list[Kept]
+    """What each layer keeps: a pool of pages, or a state per slot."""
     last_ids: jax.Array
     """[max_num_seqs] i32: each running sequence's newest id, through which it reaches the next step."""
 
@@ -69,8 +73,9 @@ class StepRunner:
         self._step = functools.partial(
             step, graph=graph, config=config, target=target_of(mesh), shards=mesh.shape["tensor"]
         )
-        self._replicated = sharding(mesh)
+        self._mesh, self._replicated = mesh, sharding(mesh)
         self.state: State | None = None
+        self._holes: list[jax.Array] = []
 
     def lower(self, shape: BatchShape, state: AbstractState) -> jax.stages.Lowered:
         """The step of one batch shape, traced for a state of these shapes and shardings."""
@@ -86,6 +91,7 @@ class StepRunner:
     def compile(self, shapes: Sequence[BatchShape], progress: bool = False) -> None:
         """Compile these shapes ahead of their use, several at a time."""
         assert self.state is not None
+        self._holes = self._holes or memory.keep_temporaries_in_place(self._mesh)
         missing = [shape for shape in shapes if shape not in self._executables]
         state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.state)
         compiled = compilation.compile_all([functools.partial(self.lower, shape, state) for shape in missing], progress)
@@ -122,9 +128,9 @@ def step(
     sequence = sequence_of_token(arrays, shape)
     last_ids = state.last_ids.at[arrays["slots"][sequence]].get(mode="clip")
     tokens = jnp.where(arrays["tokens"] == UNREAD, last_ids, arrays["tokens"])
-    planner = attention_planner(arrays, shape, config, weights["embed"]["weight"].dtype, target, shards)
-    inputs = attention_inputs(arrays, shape, sequence, config, state.cache, planner, target)
-    hidden, cache = decoder(tokens, state.cache, inputs)
+    planner = attention_planner(shape, config, weights["embed"]["weight"].dtype, target, shards)
+    inputs = layer_inputs(arrays, shape, sequence, config, state.cache, planner, target)
+    hidden, cache = decoder(tokens, arrays["positions"], state.cache, inputs)
     logits = decoder.logits(hidden[arrays["logit_rows"]], target)  # [rows, vocab]
 
     ids = sampler.sample(logits[arrays["sample_rows"]] if shape.scored else logits, sampling_inputs(arrays, shape))
@@ -143,12 +149,12 @@ def sequence_of_token(arrays: dict[str, jax.Array], shape: BatchShape) -> jax.Ar
     return jnp.minimum(found, shape.sequences - 1)
 
 
-type Planner = Callable[[KVPages, int | None], Any]
-"""Pages of a cache group and its window → what the attention kernel divides its work by; None where XLA attends."""
+type Planner = Callable[[KVPages, int | None, jax.Array, jax.Array], Any]
+"""Pages of a cache group, its window, and query_start and lengths of its sequences → what the attention kernel divides
+its work by; None where XLA attends."""
 
 
 def attention_planner(
-    arrays: dict[str, jax.Array],
     shape: BatchShape,
     config: ModelConfig,
     dtype: jnp.dtype,
@@ -159,51 +165,69 @@ def attention_planner(
     options: dict[str, Any] = {"q_dtype": dtype, "q_per_kv": config.q_per_kv, "target": target}
     kv_heads = config.num_kv_heads // shards
 
-    def plan(pages: KVPages, window: int | None) -> Any:
-        mine = abstract_pages(pages.num_pages, kv_heads, pages.page_size, pages.head_dim, pages.dtype)
+    def plan(pages: KVPages, window: int | None, query_start: jax.Array, lengths: jax.Array) -> Any:
+        shape_of = (pages.num_pages, kv_heads, pages.page_size, pages.head_dim, pages.dtype)
+        mine = abstract_pages(*shape_of, shared=pages.shared)
         if shape.decode:
-            return paged_decode.make_plan(arrays["lengths"], mine, window=window, **options)
+            return paged_decode.make_plan(lengths, mine, window=window, **options)
         q = jax.ShapeDtypeStruct((shape.tokens, kv_heads, config.q_per_kv, config.head_dim), dtype)
         if paged_prefill.obstacle(q, mine, target):
             return None
-        starts, lengths = arrays["query_start"], arrays["lengths"]
-        return paged_prefill.make_plan(starts, lengths, tokens=shape.tokens, q_per_kv=config.q_per_kv)
+        return paged_prefill.make_plan(query_start, lengths, tokens=shape.tokens, q_per_kv=config.q_per_kv)
 
     return plan
 
 
-def attention_inputs(
+def layer_inputs(
     arrays: dict[str, jax.Array],
     shape: BatchShape,
     sequence: jax.Array,
     config: ModelConfig,
-    cache: list[KVPages],
+    cache: list[Kept],
     planner: Planner,
     target: Target,
-) -> list[AttentionInputs]:
-    """One entry per layer; layers of a group share theirs."""
+) -> list[LayerInputs]:
+    """One entry per layer; layers of a group that turn alike share theirs, as do recurrent ones."""
     positions = arrays["positions"]
-    cos, sin = cos_sin(config.rope, config.head_dim, positions)
+    ropes = {config.rope_of(layer) for group in config.cache_groups for layer in group.layers}
+    turns = {rope: (None, None) if rope is None else cos_sin(rope, config.head_dim, positions) for rope in ropes}
+    query_scale = None if config.query_scaling is None else growth(config.query_scaling, positions)
     padding = jnp.arange(shape.tokens) >= arrays["query_start"][-1]
-    layers: dict[int, AttentionInputs] = {}
+    places = arrays["places"][sequence] if shape.adapters else None
+    layers: dict[int, LayerInputs] = {}
+    if config.recurrent_layers:
+        recurrent = recurrent_inputs(arrays["slots"], positions, arrays["query_start"], sequence, shape.decode, target)
+        layers = dict.fromkeys(config.recurrent_layers, dataclasses.replace(recurrent, places=places))
     for group, tables in zip(config.cache_groups, arrays["block_tables"], strict=True):
         # Computed, not sliced: XLA hands a slice to every kernel where it lies in the packed batch, unaligned, and at
         # another address in every step, which the host would have to write into the CUDA graph layer by layer.
         tables = jnp.maximum(tables, 0)
-        pages = cache[group.layers[0]]
+        pages, chunk = cache[group.layers[0]], group.chunk
+        assert isinstance(pages, KVPages)
+        seen, query_start, lengths = tables, arrays["query_start"], arrays["lengths"]
+        if chunk is not None and chunk % pages.page_size == 0:  # the kernels take no other
+            sizes = {"chunk": chunk, "page_size": pages.page_size, "most": 1 if shape.decode else shape.tokens}
+            seen, query_start, lengths = chunks_apart(tables, query_start, lengths, **sizes)
+            chunk = None
         inputs = AttentionInputs(
-            cos=cos,
-            sin=sin,
+            cos=None,
+            sin=None,
+            query_scale=None,
             page_ids=jnp.where(padding, pages.num_pages, tables[sequence, positions // pages.page_size]),
             offsets=positions % pages.page_size,
-            block_tables=tables,
-            query_start=arrays["query_start"],
-            lengths=arrays["lengths"],
-            plan=planner(pages, group.window),
+            block_tables=seen,
+            query_start=query_start,
+            lengths=lengths,
+            plan=planner(pages, group.window, query_start, lengths) if chunk is None else None,
             decode=shape.decode,
             target=target,
+            chunk=chunk,
+            places=places,
         )
-        layers |= dict.fromkeys(group.layers, inputs)
+        for layer in group.layers:
+            cos, sin = turns[config.rope_of(layer)]
+            scale = query_scale if config.scales_queries(layer) else None
+            layers[layer] = dataclasses.replace(inputs, cos=cos, sin=sin, query_scale=scale)
     return [layers[layer] for layer in range(config.num_layers)]
 
 
