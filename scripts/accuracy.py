@@ -13,26 +13,56 @@ import argparse
 import dataclasses
 import gc
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
 
+import convert
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.calibration import Ready, calibrate
+from jaxinfer.config import Quantization
+from jaxinfer.tokenizer import Tokenizer
 
 CHAPTERS = ("execmodel", "import", "types")
+CALIBRATION = ("compound", "formatstrings")
+"""Chapters that calibrate: none of those that are predicted, but of the same language and style."""
+CALIBRATION_TOKENS = 4096
 ROWS_AT_ONCE = 128
 """Distributions compared together: a few dozen megabytes of float64."""
+
+
+@contextmanager
+def calibrated(model: str) -> Iterator[str]:
+    """The model as `python -m convert --quantization int4 --calibrate` makes it, for as long as it is measured."""
+    checkpoint = convert.open_checkpoint(model)
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Ready(Path(folder))
+        quantization = Quantization("int4")
+        ids = Tokenizer.load(model).encode(text(CALIBRATION))[:CALIBRATION_TOKENS]
+        calibrate(checkpoint, ids, quantization, ready)
+        made = convert.save_native(checkpoint, Path(folder) / "made", quantization=quantization, ready=ready)
+        yield str(made)
+
+
+def text(chapters: Sequence[str]) -> str:
+    """Of the language reference."""
+    return "\n\n".join(topics[chapter] for chapter in chapters)
 
 
 @dataclass(frozen=True)
 class Variant:
     """A way to store weights and cache, and what it may cost."""
 
-    settings: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
     """Of `LLM`."""
+    made: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+    """From the model to the one that is measured."""
     max_divergence: float | None = None
     """Most KL(unquantized, this) of the next token's distribution, in nats, on average; None: not a target."""
     max_change: float | None = None
@@ -45,6 +75,7 @@ VARIANTS: dict[str, Variant] = {
     "weights int8": Variant({"quantization": "int8"}, max_change=0.005),
     "weights fp8": Variant({"quantization": "fp8"}),
     "weights int4": Variant({"quantization": "int4"}),
+    "weights int4 calibrated": Variant(made=calibrated),
 }
 
 
@@ -91,9 +122,7 @@ def main() -> None:
 
 def first_tokens(model: str, count: int) -> list[int]:
     """The text's first tokens. Raises ValueError if it has fewer."""
-    from jaxinfer.tokenizer import Tokenizer
-
-    ids = Tokenizer.load(model).encode("\n\n".join(topics[chapter] for chapter in CHAPTERS))
+    ids = Tokenizer.load(model).encode(text(CHAPTERS))
     if len(ids) < count:
         raise ValueError(f"the text has {len(ids)} tokens, and {count} are asked for; lower --tokens")
     return ids[:count]
@@ -105,7 +134,8 @@ def compare(model: Any, ids: Sequence[int], variants: dict[str, Variant], **sett
     plain = perplexity(want, ids)
     yield Result("unquantized", 0.0, plain, 0.0)
     for name, variant in variants.items():
-        got = next_logprobs(model, ids, **settings, **variant.settings)
+        with variant.made(model) as made:
+            got = next_logprobs(made, ids, **settings, **variant.settings)
         value = perplexity(got, ids)
         limits = variant.max_divergence, variant.max_change
         yield Result(name, divergence(want, got), value, value / plain - 1, *limits)
@@ -145,7 +175,7 @@ def line(result: Result) -> str:
     limits += [f"perplexity within {r.max_change:.1%}"] if r.max_change is not None else []
     verdict = {True: "pass", False: "MISS", None: ""}[r.passed]
     return (
-        f"{r.name:<14} KL {r.divergence:.2e}   perplexity {r.perplexity:.4f} ({r.change:+.3%})"
+        f"{r.name:<23} KL {r.divergence:.2e}   perplexity {r.perplexity:.4f} ({r.change:+.3%})"
         f"   {', '.join(limits):<34} {verdict}"
     ).rstrip()
 

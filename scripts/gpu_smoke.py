@@ -103,7 +103,7 @@ def check_kernels(cache_dtype: str, quantization: str | None) -> float:
         differences.append(np.abs(one.outputs[0].logprobs[:rows] - other.outputs[0].logprobs[:rows]).mean())
     difference = float(np.max(differences))
     print(f"kernels, cache {cache_dtype}, weights {quantization}: mean difference {difference:.1e}", flush=True)
-    if not difference < 0.05:
+    if not difference < 0.02:  # rounding alone gives 0.006 to 0.009
         sys.exit("the kernels differ from XLA")
     return difference
 

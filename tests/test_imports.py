@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,9 +71,9 @@ def violations(module: str, imported: str) -> bool:
     if top not in PACKAGES:
         return False
     own = rule(module)
-    if any(within(imported, allowed) for allowed in MAY_IMPORT[own]):
+    if any(within(imported, allowed) for allowed in (own, *MAY_IMPORT[own])):
         return False
-    return module in LEAVES or not within(imported, module.split(".")[0])
+    return own in LEAVES or not within(imported, module.split(".")[0])
 
 
 def sources() -> list[Path]:
@@ -98,6 +98,8 @@ def test_import_rule(path: Path) -> None:
         ("pallas_kernels.x.api", "from . import xla", False),
         ("jaxinfer.config", "from jaxinfer.outputs import Logprob", True),
         ("jaxinfer.config", "from .outputs import Logprob", True),
+        ("jaxinfer.config.model", "from jaxinfer.outputs import Logprob", True),
+        ("jaxinfer.config.engine", "from jaxinfer.config import model", False),
         ("jaxinfer.parameters", "from jaxinfer.config import ModelConfig", False),
         ("jaxinfer.parameters", "from jaxinfer import outputs", True),
         ("convert.load", "from jaxinfer import parameters", False),
@@ -151,9 +153,10 @@ def test_light_start_imports_nothing_heavy(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIGHT)
 def test_light_start_is_under_300_ms(name: str) -> None:
+    """Of the processor's time, which is nearly all of it and does not depend on who else is busy."""
     times: list[float] = []
-    while len(times) < 20 and min(times, default=1.0) >= 0.3:  # the machine may be busy: the best run counts
-        start = time.perf_counter()
+    while len(times) < 20 and min(times, default=1.0) >= 0.3:
+        start = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
         subprocess.run([sys.executable, "-c", LIGHT[name]], capture_output=True, check=True, cwd=ROOT)
-        times.append(time.perf_counter() - start)
+        times.append(sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - start)
     assert min(times) < 0.3, times

@@ -15,10 +15,13 @@ from transformers import PreTrainedTokenizerFast
 from convert.__main__ import main as convert_main
 from jaxinfer.cli import main
 from tests import markdown, tiny
+from tests.convert import test_lora
 
 PLACEHOLDER = 'model="path/to/model"'
 """How Python blocks name the model; a tiny random one takes its place, and compiles only what it is asked for."""
 PROGRAMS = {"jaxinfer": main, "python -m convert": convert_main}
+ADAPTER = '"path/to/adapter"'
+"""A LoRA adapter of that model's."""
 NOT_OURS = ("pip", "git", "cd", "python")
 NUM_WORDS = 251
 
@@ -37,15 +40,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def adapter(model: Path) -> Path:
+    return test_lora.adapter(model.parent / "lora", test_lora.pair(test_lora.Q, test_lora.A, test_lora.B))
+
+
+@pytest.mark.usefixtures("no_new_families")
 @pytest.mark.parametrize("path", [path for path in markdown.FILES if markdown.blocks(path, "python")], ids=str)
 def test_python_blocks_run(
-    path: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path,
+    model: Path,
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
     blocks = markdown.blocks(path, "python")
     for number, block in enumerate(blocks):
         source = block.replace(PLACEHOLDER, f"model={str(model)!r}, warm_up=False, progress=False")
+        source = source.replace(ADAPTER, repr(str(adapter)))
         exec(compile(source, f"{path.name} block {number}", "exec"), namespace)
     printed = capsys.readouterr().out
     if any(PLACEHOLDER in block for block in blocks):
@@ -109,7 +124,8 @@ SHOWN = [(path, words) for path in markdown.FILES for words in commands(path)]
 @pytest.mark.parametrize("words", [words for _, words in SHOWN], ids=" ".join)
 def test_shown_commands_exist(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompts.txt").write_text("Hello\n")
+    for name in ("prompts.txt", "text.txt"):  # that the commands read
+        (tmp_path / name).write_text("Hello\n")
     check(words)
 
 

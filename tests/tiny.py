@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests import tiny_families
+
 _SHAPE: dict[str, Any] = {
     "vocab_size": 251,  # odd, so that any mesh pads it
     "hidden_size": 64,
@@ -119,9 +121,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Name → the checkpoint's config.json. Tensor parallel 1, 2, 4 and 8 fit them all."""
 
+ALL_CASES = {**CASES, **tiny_families.CASES}
+"""And those of the other families, which are smaller."""
+
+EVERY_CASE = {**ALL_CASES, **tiny_families.ENCODERS}
+"""And the encoders."""
+
 
 def weights(name: str) -> dict[str, np.ndarray]:
     """The float32 tensors of a case under their Hugging Face names, in file order."""
+    if name not in CASES:
+        return tiny_families.weights(name)
     c = CASES[name]
     rng = np.random.Generator(np.random.PCG64(zlib.crc32(name.encode())))
 
@@ -164,7 +174,8 @@ def weights(name: str) -> dict[str, np.ndarray]:
 
 def write_checkpoint(name: str, folder: Path, *, shards: int = 1, dtype: str = "float32") -> Path:
     """Write case `name` into `folder` as transformers would, in `shards` safetensors files; returns the folder."""
-    write_config({**CASES[name], "torch_dtype": dtype}, folder)
+    config = next(cases[name] for cases in (CASES, ALL_CASES, EVERY_CASE) if name in cases)  # tests patch the first two
+    write_config({**config, "torch_dtype": dtype}, folder)
     target = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     tensors = {key: value.astype(target) for key, value in weights(name).items()}
     write_safetensors(tensors, folder, shards=shards)

@@ -8,8 +8,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.formats import FORMATS, Format
 from pallas_kernels.fused_mlp import down, gate_up, reference
 from pallas_kernels.target import H200
+from scripts.kernels import quant_matmul
 from scripts.kernels.common import Case, Program
 
 EMBED, MLP = 4096, 14336
@@ -51,6 +53,25 @@ def gate_up_case(tokens: int) -> Case:
     )
 
 
+def quantized_gate_up_case(format: Format, tokens: int) -> Case:
+    """With the activation; XLA's is its fastest of the same: a matmul that widens, and the activation behind it."""
+    inputs = functools.partial(
+        quant_matmul.make_inputs, rows=tokens, inputs=EMBED, outputs=(2, MLP), format=format, symmetric=True
+    )
+    _, weight = jax.eval_shape(inputs, jax.random.key(0))
+    return Case(
+        name=f"gate_up {format} M={tokens}",
+        op="fused_mlp",
+        inputs=inputs,
+        programs=programs(gate_up),
+        reference=reference.gate_up,
+        tolerance=8e-3,
+        bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight)) + 2 * tokens * (EMBED + MLP),
+        flops=2 * tokens * EMBED * 2 * MLP,
+        max_ratio=("xla", 0.95),
+    )
+
+
 def down_case(tokens: int) -> Case:
     return Case(
         name=f"down bf16 M={tokens}",
@@ -67,4 +88,6 @@ def down_case(tokens: int) -> Case:
 
 def cases() -> list[Case]:
     gate_ups = [gate_up_case(tokens) for tokens in (1, 16, 64, 512, 2048, 8192)]
+    small = [quantized_gate_up_case(format, tokens) for format in FORMATS for tokens in (1, 16, 64)]
+    gate_ups += [*small, *(quantized_gate_up_case("int8", tokens) for tokens in (128, 256, 2048))]
     return gate_ups + [down_case(tokens) for tokens in (16, 32, 64)]

@@ -13,7 +13,7 @@ from pallas_kernels.moe import moe
 from pallas_kernels.target import H200
 from scripts.kernels.common import Case, Program
 
-BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / 128}
+BYTES = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / 128, "mxfp4": 0.5 + 1 / 32}
 """Of a weight, scales included."""
 
 
@@ -109,4 +109,5 @@ def cases() -> list[Case]:
         *(case("Qwen3-30B", tokens) for tokens in (1, 64, 4096)),
         case("Qwen3-30B", 64, "int8"),
         *(case("gpt-oss-20B", tokens) for tokens in (64, 4096)),
+        *(case("gpt-oss-20B", tokens, "mxfp4") for tokens in (1, 64)),
     ]

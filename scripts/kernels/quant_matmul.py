@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,16 +20,20 @@ PIECE = 1024
 
 
 def make_inputs(
-    key: jax.Array, rows: int, inputs: int, outputs: int, format: Format, symmetric: bool
+    key: jax.Array, rows: int, inputs: int, outputs: int | tuple[int, ...], format: Format, symmetric: bool
 ) -> tuple[jax.Array, QuantizedArray]:
-    first, *keys = jax.random.split(key, outputs // PIECE + 2)
+    shape = outputs if isinstance(outputs, tuple) else (outputs,)
+    total = math.prod(shape)
+    first, *keys = jax.random.split(key, total // PIECE + 2)
 
     def piece(key: jax.Array) -> QuantizedArray:
-        weight = jax.random.normal(key, (inputs, min(PIECE, outputs)), jnp.bfloat16) * inputs**-0.5
+        weight = jax.random.normal(key, (inputs, min(PIECE, total)), jnp.bfloat16) * inputs**-0.5
         return quantize(weight, format, symmetric=symmetric)
 
     pieces = jax.lax.map(piece, jnp.stack(keys))
-    weight = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:outputs], pieces)
+    weight = jax.tree.map(
+        lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:total].reshape(*shape, *leaf.shape[2:]), pieces
+    )
     return jax.random.normal(first, (rows, inputs), jnp.bfloat16), weight
 
 
@@ -82,6 +87,9 @@ def cases() -> list[Case]:
     ]
     small += [case("int4", 16, GATE_UP, symmetric=False)]
     small += [case(format, 1, shape) for format in ("int8", "int4") for shape in (QKV, OUT, DOWN, HEAD)]
-    large = [case(format, rows, GATE_UP) for rows in (256, 2048) for format in ("int8", "int4")]
+    small += [case("int8", 64, shape) for shape in (QKV, OUT, DOWN)]
+    large = [case("int8", rows, shape) for rows in (128, 256) for shape in (QKV, OUT, DOWN)]
+    large += [case("int8", 128, GATE_UP)]
+    large += [case(format, rows, GATE_UP) for rows in (256, 2048) for format in ("int8", "int4")]
     large += [case("int8", 2048, GATE_UP, activations="int8"), case("fp8", 2048, GATE_UP, activations="fp8")]
     return small + large

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ TINY: dict[str, Any] = {
     "progress": False,
 }
 """Four programs at most: ragged and scored batches of 16 tokens, decode batches of 1 and 4 sequences."""
+MOST_MODELS = 24
+"""Kept at once: their programs map memory, of which Linux gives a process 65530 pieces."""
 
 
 class Models:
-    """`models(case, **settings)`: the LLM of a tiny checkpoint, TINY settings unless told; the same one when asked
-    again, so tests leave it idle."""
+    """`models(case, **settings)`: the LLM of a tiny checkpoint, TINY settings unless told; mostly the same
+    one when asked again, so tests leave it idle."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -40,6 +43,9 @@ class Models:
     def __call__(self, case: str, **settings: Any) -> LLM:
         key = case, *sorted(settings.items())
         if key not in self._llms:
+            if len(self._llms) == MOST_MODELS:
+                self._llms.clear()
+                gc.collect()
             self._llms[key] = LLM(str(self.checkpoint(case)), **{**TINY, **settings})
         llm = self._llms[key]
         assert_idle(llm)

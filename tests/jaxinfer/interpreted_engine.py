@@ -17,23 +17,32 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.engine import step
-from jaxinfer.models import attention, layers
+from jaxinfer.models import attention, layers, norms
 from pallas_kernels import choice
 from pallas_kernels.target import HOPPER, Target
+from tests.pallas_kernels.interpreter import interpreter
 
 MODEL = ModelConfig(
-    family="qwen3", vocab_size=128, hidden_size=1024, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64,
-    mlp_size=256, max_position=512, rope=RopeConfig(), qk_norm=True,
+    family="qwen3", vocab_size=128, hidden_size=1024, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=64,
+    mlp_size=128, max_position=512, rope=RopeConfig(), qk_norm=True,
 )  # fmt: skip
-PROMPTS = [{"prompt_token_ids": np.random.default_rng(n).integers(0, 128, n).tolist()} for n in (21, 5)]
+PROMPTS = [{"prompt_token_ids": np.random.default_rng(n).integers(0, 128, n).tolist()} for n in (18, 5)]
 FEW_CORES = Target("gpu", HOPPER, 4)
 """Hopper; a kernel that fills the GPU has fewer blocks to interpret."""
-OPERATIONS = ("cache_append", "paged_decode", "paged_prefill", "rms_norm", "gate_up", "down", "quant_matmul")
+OPERATIONS = (
+    "cache_append",
+    "paged_decode",
+    "paged_prefill",
+    "rms_norm",
+    "add_rms_norm",
+    "gate_up",
+    "down",
+    "quant_matmul",
+)
 
 
 @contextlib.contextmanager
@@ -43,12 +52,13 @@ def interpreted() -> Iterator[set[str]]:
 
     def call(operation: Any, *args: Any, **options: Any) -> Any:
         with choice.recorded() as made:
-            out = operation(*args, **options, interpret=plgpu.InterpretGPUParams())
+            out = operation(*args, **options, interpret=interpret)
         ran.update(decision.op for decision in made if decision.implementation == "mosaic")
         return out
 
     with contextlib.ExitStack() as stack:
-        for module in (attention, layers):
+        interpret = stack.enter_context(interpreter())
+        for module in (attention, layers, norms):
             for name in OPERATIONS:
                 if operation := getattr(module, name, None):
                     stack.enter_context(mock.patch.object(module, name, functools.partial(call, operation)))
@@ -62,7 +72,7 @@ def generate(target: Target, cache_dtype: str, quantization: str | None) -> list
             max_num_seqs=2, max_num_batched_tokens=16, page_size=16 if cache_dtype == "auto" else 64, num_pages=8,
             warm_up=False, progress=False,
         )  # fmt: skip
-        return llm.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=1))
+        return llm.generate(PROMPTS, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=1))
 
 
 def main(cache_dtype: str, quantization: str | None) -> None:

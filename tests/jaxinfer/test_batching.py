@@ -103,15 +103,14 @@ def test_nan_in_unused_pages_never_leaks(case, models):
         assert_same_listed(output.prompt_logprobs[1:], other.prompt_logprobs[1:], atol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_programs_without_branches_or_loops_give_the_same(case, models, monkeypatch):
+def test_programs_without_branches_or_loops_give_the_same(models, monkeypatch):
     """What a GPU runs: greedy batches apart from the others, block tables of bucketed width read in one piece."""
     monkeypatch.setattr(startup, "data_dependent", lambda platform: False)
     monkeypatch.setattr(step, "target_of", lambda mesh: Target("gpu"))
-    llm = models(case, memory_fraction=0.8)  # an LLM of its own
+    llm = models("qwen2_windows", memory_fraction=0.8)  # an LLM of its own
     params = [SamplingParams(**{**vars(p), "logprobs": 2, "prompt_logprobs": 2}) for p in MIXED]
     for wanted in (GREEDY, params):
-        outputs, expected = llm.generate(PROMPTS, wanted), models(case).generate(PROMPTS, wanted)
+        outputs, expected = llm.generate(PROMPTS, wanted), models("qwen2_windows").generate(PROMPTS, wanted)
         assert tokens(outputs) == tokens(expected)
     for output, other in zip(outputs, expected, strict=True):
         assert_same_listed(output.outputs[0].logprobs, other.outputs[0].logprobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -40,8 +41,8 @@ class EchoLLM:
         completion = CompletionOutput(0, prompt.upper(), [7, 8], "stop", "!", [{7: Logprob(-0.5, 1, "A")}, None])
         return RequestOutput("0", prompt, [1, 2], [completion], True, RequestMetrics(10.0, 10.25, 11.0))
 
-    def generate(self, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
-        self.calls.append(("generate", prompts, params))
+    def generate(self, prompts: list[str], params: SamplingParams, lora: str | None = None) -> list[RequestOutput]:
+        self.calls.append(("generate" if lora is None else f"generate with {lora}", prompts, params))
         return [self.output(prompt) for prompt in prompts]
 
     def chat(self, conversations: list[list[dict[str, str]]], params: SamplingParams) -> list[RequestOutput]:
@@ -109,6 +110,13 @@ def test_options_reach_the_engine(made: list[EchoLLM]) -> None:
     }
 
 
+def test_an_adapter_goes_to_the_model_and_to_the_prompts(made: list[EchoLLM]) -> None:
+    done = run("generate", "--model", "m", "--prompt", "x", "--lora", "./adapter")
+    assert done.exit_code == 0, done.output
+    assert made[0].kwargs["lora"] == {"./adapter": "./adapter"}
+    assert made[0].calls[0][0] == "generate with ./adapter"
+
+
 def test_many_prompts_are_told_apart(made: list[EchoLLM]) -> None:
     done = run("generate", "--model", "m", "--prompt", "one", "--prompt-file", "-", stdin="two\n\nthree\n")
     assert done.stdout == ">>> one\nONE\n\n>>> two\nTWO\n\n>>> three\nTHREE\n\n"
@@ -155,6 +163,7 @@ def test_stream(made: list[EchoLLM]) -> None:
         ("--prompt a --prompt b --stream", "--stream takes one prompt, not 2"),
         ("--prompt a --stream --json", "--json prints whole results"),
         ("--prompt a --system b", "--system needs --chat"),
+        ("--prompt a --lora=", "--lora is empty"),
         ("--prompt a --logprobs 3", "--logprobs needs --json"),
         ("--prompt a --logprobs 21 --json", "21 is not in the range 0<=x<=20"),
         ("--prompt a --dtype int7", "'int7' is not one of 'auto', 'float32', 'bfloat16', 'float16'"),
@@ -298,7 +307,7 @@ def test_info_describes_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.format, checkpoint.quantization = "native", Quantization("int4", 64)
     assert "stored as native in bfloat16, projections in int4, groups of 64" in run("info", "model").stdout
     report = json.loads(run("info", "model", "--json").stdout)
-    assert report["quantization"] == {"format": "int4", "group_size": 64, "symmetric": True}
+    assert report["quantization"] == dataclasses.asdict(Quantization("int4", 64))
 
 
 def test_devices_are_asked_without_taking_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:

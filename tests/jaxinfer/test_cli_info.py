@@ -12,6 +12,7 @@ from jaxinfer.cli import main
 from pallas_kernels import ops
 from pallas_kernels.choice import Decision
 from pallas_kernels.target import H200, Target
+from tests import tiny
 
 
 def run(*args: str, status: int = 0) -> Result:
@@ -73,3 +74,16 @@ def test_on_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_misuse_is_explained(args: list[str], status: int, message: str) -> None:
     assert message in run(*args, status=status).output
+
+
+def test_the_states_of_recurrent_layers(tmp_path) -> None:
+    """Float32 of one sequence: memories of 4 heads, and the last 3 inputs of the convolution of 2 key heads."""
+    folder = str(tiny.write_checkpoint("qwen3_next", tmp_path))
+    state = 4 * (4 * 8 * 12 + 2 * 3 * (8 + 8 + 2 * 12))
+    assert f"recurrent       1 of 2 layers keep {state / 1e3} kB a sequence" in run(folder).stdout
+    report = json.loads(run(folder, "--json").stdout)
+    assert report["state_bytes_per_sequence"] == state
+    assert report["kv_bytes_per_token"]["float32"] == 4 * 2 * 2 * 16  # of the one layer that has keys and values
+    [fit] = [f for f in report["fits"] if (f["tensor_parallel_size"], f["device_gb"]) == (1, 24)]
+    left = 24e9 * 0.9 - report["weight_bytes"]["bfloat16"] - 64 * state
+    assert fit["cache_tokens"] == left // report["kv_bytes_per_token"]["bfloat16"]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from jaxinfer.config import CacheConfig, CacheGroup, EngineConfig, ModelConfig, ParallelConfig, RopeConfig
+from jaxinfer.config import CacheConfig, CacheGroup, EngineConfig, ModelConfig, ParallelConfig, QueryScaling, RopeConfig
 
 MODEL = ModelConfig(
     family="llama",
@@ -30,6 +30,11 @@ MODEL = ModelConfig(
 def test_layers_group_by_window_in_order_of_first_use():
     assert MODEL.cache_groups == (CacheGroup(None, (0, 2)), CacheGroup(16, (1, 4)), CacheGroup(8, (3,)))
     assert [MODEL.window(layer) for layer in range(5)] == [None, 16, None, 8, 16]
+    chunked = dataclasses.replace(MODEL, chunks=(8, 8, None, None, 8))
+    assert chunked.cache_groups == (
+        *(CacheGroup(None, (0,), 8), CacheGroup(16, (1, 4), 8)),
+        *(CacheGroup(None, (2,)), CacheGroup(8, (3,))),
+    )
     full = dataclasses.replace(MODEL, windows=())
     assert full.cache_groups == (CacheGroup(None, (0, 1, 2, 3, 4)),)
     assert full.window(3) is None
@@ -39,12 +44,15 @@ def test_derived_sizes():
     assert MODEL.q_per_kv == 3
     assert MODEL.vocab_rows == 100
     assert MODEL.kv_elements_per_token() == 2 * 5 * 2 * 8
+    latent = dataclasses.replace(MODEL, num_kv_heads=1, head_dim=40, kv_lora_rank=32, qk_rope_dim=8)
+    assert latent.kv_elements_per_token() == 5 * 40
 
 
 def test_a_config_survives_json():
-    again = ModelConfig.from_dict(json.loads(json.dumps(MODEL.to_dict())))
-    assert again == MODEL
-    assert hash(again) == hash(MODEL)
+    model = dataclasses.replace(MODEL, query_scaling=QueryScaling(0.1, 64), chunks=(8,) * 5)
+    again = ModelConfig.from_dict(json.loads(json.dumps(model.to_dict())))
+    assert again == model
+    assert hash(again) == hash(model)
 
 
 def test_unknown_fields_are_refused():
@@ -59,7 +67,13 @@ def test_unknown_fields_are_refused():
     ("change", "message"),
     [
         ({"num_heads": 7}, "num_heads 7 is not a multiple of num_kv_heads 2"),
+        ({"chunks": (4,)}, "1 chunks for 5 layers: give one per layer, or none"),
         ({"windows": (None, 4)}, "2 windows for 5 layers: give one per layer, or none"),
+        (
+            {"bidirectional": True},
+            "what sees the tokens that follow cannot predict them: bidirectional goes with headle",
+        ),
+        ({"bidirectional": True, "headless": True}, "ALiBi look back only: they do not go with bidirectional"),
     ],
 )
 def test_model_config_errors(change, message):
@@ -82,7 +96,7 @@ def test_model_config_errors(change, message):
         (lambda: EngineConfig(max_model_len=8, steps_in_flight=0), "steps_in_flight is 0; it must be at least 1"),
         (
             lambda: EngineConfig(max_model_len=8, max_num_seqs=9, max_num_batched_tokens=8),
-            "max_num_batched_tokens is 8, below max_num_seqs 9: a decode step takes one token of every running",
+            "max_num_batched_tokens is 8, below max_num_seqs 9: a step takes at least a token of every sequence",
         ),
     ],
 )

@@ -16,7 +16,10 @@ ATTENTION = {"cache_append", "paged_decode", "rms_norm"}
 
 @pytest.mark.parametrize(
     ("cache_dtype", "quantization", "kernels"),
-    [("auto", "none", ATTENTION | {"paged_prefill"}), ("int8", "int8", ATTENTION), ("fp8", "none", ATTENTION)],
+    [
+        ("auto", "none", ATTENTION | {"paged_prefill"}),
+        ("int8", "int8", ATTENTION | {"quant_matmul"}),
+    ],
 )
 def test_equals_xla(cache_dtype, quantization, kernels):
     command = [sys.executable, "-m", "tests.jaxinfer.interpreted_engine", cache_dtype, quantization]
@@ -28,4 +31,4 @@ def test_equals_xla(cache_dtype, quantization, kernels):
     for ours, theirs in result["ids"]:
         assert ours == theirs
     # bfloat16 activations of a random model, whose log-probabilities spread by 1.
-    assert 0 < result["difference"] < 0.05
+    assert 0 < result["difference"] < 0.03

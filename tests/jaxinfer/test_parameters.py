@@ -119,6 +119,27 @@ def test_replicated_kv_heads_compute_the_same_attention(tensor):
     )
 
 
+def test_output_gates_go_with_their_query_heads():
+    """Where kv heads are replicated, a copy takes a share of the queries, and of the gates behind key and value."""
+    gated = dataclasses.replace(MODEL, attention_gate=True)
+    physical = for_tensor_parallel(gated, 4)
+    qkv = random_weights(gated)["layers.0.attention.qkv"]
+    laid_out = to_physical("layers.0.attention.qkv", qkv, gated, physical)
+    queries, keys_values, gates = np.split(laid_out, [2, 4], axis=2)
+    np.testing.assert_array_equal(queries.reshape(20, 8, 6), qkv[:, :, :4].reshape(20, 8, 6))
+    np.testing.assert_array_equal(keys_values, qkv[:, :, 4:6].repeat(2, axis=1))
+    np.testing.assert_array_equal(gates.reshape(20, 8, 6), qkv[:, :, 6:].reshape(20, 8, 6))
+
+
+def test_a_mesh_divides_the_heads_of_recurrent_layers_too():
+    heads = {"recurrent_key_heads": 2, "recurrent_value_heads": 4, "recurrent_key_dim": 4, "recurrent_value_dim": 4}
+    mixed = dataclasses.replace(MODEL, recurrent_layers=(0,), conv_width=4, **heads)
+    assert fitting_tensor_sizes(MODEL) == [1, 2, 4, 8]
+    assert fitting_tensor_sizes(mixed) == [1, 2]
+    with pytest.raises(ValueError, match=r"2 kv heads, 2 key heads of recurrent layers and an MLP of 48; .*: 1, 2$"):
+        for_tensor_parallel(mixed, 4)
+
+
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 def test_physical_arrays_have_the_declared_shapes_and_divide(tensor):
     physical = for_tensor_parallel(FULL, tensor)

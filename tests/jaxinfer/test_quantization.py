@@ -85,7 +85,7 @@ def test_computes_what_the_rounded_float_weights_compute(format, llms, wide, tmp
     np.testing.assert_allclose(logprobs(llms(format)), logprobs(llms(None, tmp_path)), rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("format", WEIGHT_FORMATS)
+@pytest.mark.parametrize("format", ["int8", "int4"])
 def test_two_devices_give_what_one_gives(format, llms):
     one = llms(format)
     two = llms(format, tensor_parallel_size=2)
@@ -121,7 +121,8 @@ def test_zero_points_and_groups_are_loaded_as_they_are_stored(llms, wide, tmp_pa
 @pytest.mark.parametrize("format", WEIGHT_FORMATS)
 def test_no_full_precision_projection_is_left_on_the_devices(format, tied):
     """Every array alive that loading made is counted."""
-    before = {id(array) for array in jax.live_arrays()}
+    held = jax.live_arrays()  # or one of theirs could go, and one of ours have its id
+    before = {id(array) for array in held}
     config = dataclasses.replace(SMALL, tied_head=tied)
     weights = random_weights(config, np.dtype("float32"), build_mesh(), quantization=_resolved(format))
     sizes = {path: parameter.inputs for path, parameter in flatten(declare(config))}
@@ -175,7 +176,7 @@ def test_every_part_is_sharded_like_the_outputs_or_the_inputs_of_its_projection(
             assert sharded or (name == "scales" and format != "int4"), (path, name)
 
 
-@pytest.mark.parametrize("format", WEIGHT_FORMATS)
+@pytest.mark.parametrize("format", ["int8", "int4"])
 def test_a_quantized_layer_costs_two_all_reduces_and_nothing_else(format):
     one, two = (decode_program(layers, size=2, quantization=format) for layers in (1, 2))
     assert count("all-reduce", two) - count("all-reduce", one) == 2

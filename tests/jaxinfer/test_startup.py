@@ -1,10 +1,12 @@
 """How memory is planned, and how a start-up ends early."""
 
 import functools
+import gc
 import threading
 import time
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from jaxinfer import compilation, memory
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batch import BatchBuilder
 from jaxinfer.startup import largest_shapes
+from meshes import build_mesh
 
 
 def test_the_programs_that_need_the_most_memory_are_measured():
@@ -39,12 +42,28 @@ def test_a_users_memory_fraction_wins(monkeypatch, name):
 
 
 def test_a_gpu_has_what_its_fullest_device_leaves():
-    """The share asked for is the backend's limit already; weights and temporaries come off it."""
+    """The share asked for is the backend's limit already; weights, temporaries and holes come off it."""
     gpus = np.empty(2, object)
     for i, used in enumerate((300, 500)):
-        stats = {"bytes_limit": 1000, "bytes_in_use": used}
+        stats = {"bytes_limit": 1000 + 2 * memory.HOLES * memory.HOLE_BYTES, "bytes_in_use": used}
         gpus[i] = SimpleNamespace(platform="gpu", memory_stats=lambda stats=stats: stats)
     assert memory.free_bytes(SimpleNamespace(devices=gpus, local_devices=list(gpus)), temporaries=120) == 380
+
+
+def test_holes_lie_between_small_arrays(monkeypatch):
+    """The holes were arrays, which are gone; on CPU there is no CUDA graph to keep."""
+    assert memory.keep_temporaries_in_place(build_mesh()) == []
+    gpus = np.asarray([SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr(memory, "sharding", lambda mesh: jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+    def as_large_as_a_hole():
+        gc.collect()
+        return sum(array.nbytes == memory.HOLE_BYTES for array in jax.live_arrays())
+
+    before = as_large_as_a_hole()
+    kept = memory.keep_temporaries_in_place(SimpleNamespace(devices=gpus))
+    assert [array.nbytes for array in kept] == [1] * memory.HOLES
+    assert as_large_as_a_hole() == before
 
 
 class Slow:

@@ -1,10 +1,14 @@
 """The accuracy table: its arithmetic by hand, and every row on a tiny model."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
 from jaxinfer.config import ModelConfig, RopeConfig
 from scripts import accuracy
+from tests import tiny
+from tests.jaxinfer import successor
 
 MODEL = ModelConfig("llama", 251, 64, 2, 8, 2, 16, 256, 256, RopeConfig())
 SETTINGS = {"max_num_batched_tokens": 16, "page_size": 8, "dtype": "float32"}
@@ -19,18 +23,40 @@ MOST = {
 """Bounds of the divergence and of the perplexity's change; a fifth of the former is less than what is measured."""
 
 
+OF_ANY_MODEL = {name: variant for name, variant in accuracy.VARIANTS.items() if variant.made is nullcontext}
+"""What takes no text, and so no tokenizer."""
+
+
 @pytest.fixture(scope="module")
 def results():
-    return list(accuracy.compare(MODEL, IDS, accuracy.VARIANTS, **SETTINGS))
+    return list(accuracy.compare(MODEL, IDS, OF_ANY_MODEL, **SETTINGS))
 
 
 def test_every_row_is_close_to_the_unquantized_model_and_none_is_it(results):
-    assert [result.name for result in results] == ["unquantized", *accuracy.VARIANTS]
-    assert MOST.keys() == accuracy.VARIANTS.keys()
+    assert [result.name for result in results] == ["unquantized", *OF_ANY_MODEL]
+    assert MOST.keys() == OF_ANY_MODEL.keys() == accuracy.VARIANTS.keys() - {"weights int4 calibrated"}
     for result in results[1:]:
         loss, change = MOST[result.name]
         assert loss / 5 < result.divergence < loss, result
         assert 0 < abs(result.change) < change, result
+
+
+def test_calibrated_is_closer_than_rounded(tmp_path, monkeypatch):
+    """Of a model that takes bytes for tokens, on another part of the text."""
+    successor.write(tmp_path)  # for its tokenizer
+    shape = {**tiny.CASES["llama"], "vocab_size": successor.VOCAB, "head_dim": 16, "num_hidden_layers": 1}
+    monkeypatch.setitem(tiny.CASES, "llama", shape)
+    tiny.write_checkpoint("llama", tmp_path)
+    monkeypatch.setattr(accuracy, "CALIBRATION_TOKENS", 1024)
+    rows = {name: accuracy.VARIANTS[name] for name in ("weights int4", "weights int4 calibrated")}
+    ids = accuracy.first_tokens(str(tmp_path), 60)
+    _, rounded, calibrated = accuracy.compare(str(tmp_path), ids, rows, **SETTINGS)
+    assert calibrated.divergence < 0.7 * rounded.divergence
+
+
+def test_what_calibrates_is_not_what_is_predicted():
+    parts = [set(accuracy.text(chapters).split("\n\n")) for chapters in (accuracy.CHAPTERS, accuracy.CALIBRATION)]
+    assert {part for part in parts[0] & parts[1] if len(part) > 40} == set()
 
 
 def test_the_first_row_is_the_model_itself(results):

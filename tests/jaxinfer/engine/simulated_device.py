@@ -27,7 +27,10 @@ def next_id(ids_per_group: list[list[int]], seed: int) -> int:
 
 def visible(group: CacheGroup, position: int) -> range:
     """Positions that a query sees."""
-    return range(0 if group.window is None else max(0, position + 1 - group.window), position + 1)
+    seen = range(position + 1)
+    if group.window is not None:
+        seen = seen[-group.window :]
+    return seen if group.chunk is None else range(max(seen[0], position // group.chunk * group.chunk), position + 1)
 
 
 def generate(

@@ -12,7 +12,7 @@ from jaxinfer.engine.request import Request, Status
 from jaxinfer.engine.scheduler import RELEASED, Scheduled
 from jaxinfer.outputs import Logprob
 from jaxinfer.sampling_params import SamplingParams
-from tests.jaxinfer.engine.simulated_device import VOCAB, SimulatedDevice, generate
+from tests.jaxinfer.engine.simulated_device import VOCAB, SimulatedDevice, generate, visible
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class Simulation:
 
     def __init__(self, workload: Workload):
         self.workload = workload
-        windows = tuple(group.window for group in workload.groups)
-        model = ModelConfig("llama", VOCAB, 8, len(windows), 1, 1, 8, 8, 40, RopeConfig(), windows=windows)
-        self.builder = BatchBuilder(workload.engine, len(windows), data_dependent=False)
+        groups = workload.groups
+        spans = {"windows": tuple(group.window for group in groups), "chunks": tuple(group.chunk for group in groups)}
+        model = ModelConfig("llama", VOCAB, 8, len(groups), 1, 1, 8, 8, 40, RopeConfig(), **spans)
+        self.builder = BatchBuilder(workload.engine, len(groups), data_dependent=False)
         args = workload.groups, workload.num_pages, workload.engine.cache.page_size, workload.engine.max_num_seqs
         self.device = SimulatedDevice(*args)
         self.engine = Engine(model, workload.engine, self.device, self.builder, workload.num_pages, None)
@@ -103,7 +104,7 @@ class Simulation:
             for part in scheduled:
                 pages = part.request.pages[number]
                 assert len(pages) == -(-part.request.num_computed // s.page_size)
-                first = 0 if group.window is None else max(0, part.start - group.window + 1)
+                first = visible(group, part.start)[0]
                 for page in range(len(pages)):
                     # Needed by the first query of this part or a later one, or by none any more.
                     assert (pages[page] != RELEASED) == ((page + 1) * s.page_size > first)

@@ -84,6 +84,45 @@ def test_every_layer_has_the_pages_of_its_group_split_by_kv_head():
             assert not np.asarray(leaf, np.float32).any()
 
 
+def test_latent_attention_keeps_one_vector_a_token():
+    """The keys of multi-head latent attention are its values: the cache holds them once, and is planned so."""
+    latent = dataclasses.replace(MODEL, num_kv_heads=1, head_dim=40, kv_lora_rank=32, qk_rope_dim=8)
+    cache = allocate(abstract_cache(latent, (7, 3), 4, jnp.dtype(jnp.bfloat16), build_mesh()))
+    assert [leaf.shape for leaf in jax.tree.leaves(cache[0])] == [(7, 1, 4, 40)]
+    free = 10_000_000
+    engine = dataclasses.replace(ENGINE, max_num_seqs=10_000, max_num_batched_tokens=10_000)
+    pages = plan_pages(latent, engine, BF16, free_bytes=free, shards=1)
+    held = [count * len(group.layers) for count, group in zip(pages, latent.cache_groups, strict=True)]
+    assert 0.8 * free < sum(held) * 4 * 40 * 2 <= free
+
+
+def test_recurrent_layers_keep_a_state_per_slot_and_no_pages():
+    mixed = dataclasses.replace(
+        MODEL,
+        windows=(),
+        recurrent_layers=(0, 1, 3),
+        recurrent_key_heads=2,
+        recurrent_value_heads=4,
+        recurrent_key_dim=3,
+        recurrent_value_dim=5,
+        conv_width=4,
+    )
+    abstract = abstract_cache(mixed, (7,), 4, stored_dtype("int8", BF16), build_mesh(tensor=2), ENGINE.max_num_seqs)
+    kept = allocate(abstract)
+    assert [len(jax.tree.leaves(layer)) for layer in kept] == [2, 2, 4, 2, 4]
+    memory, inputs = jax.tree.leaves(kept[0])
+    assert (memory.shape, inputs.shape) == ((3, 2, 2, 3, 5), (3, 2, 3, 3 + 3 + 2 * 5))
+    assert {shard.data.shape[:2] for leaf in (memory, inputs) for shard in leaf.addressable_shards} == {(3, 1)}
+    assert 3 * mixed.state_bytes == sum(kept[layer].memory.nbytes + kept[layer].inputs.nbytes for layer in (0, 1, 3))
+    one = 25 * 2 * PAGE_BYTES // 2  # of the two others, on one of two devices
+    states = 3 * mixed.state_bytes // 2
+    assert plan_pages(mixed, ENGINE, F32, free_bytes=states + 2 * one, shards=2) == (50,)
+    with pytest.raises(ValueError, match="are left beside 0 MiB of states for max_num_seqs 3; lower max_model_len or "):
+        plan_pages(mixed, ENGINE, F32, free_bytes=states + one - 1, shards=2)
+    with pytest.raises(ValueError, match="a state per sequence: say for how many, max_num_seqs"):
+        abstract_cache(mixed, (7,), 4, F32, build_mesh())
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("int8", jnp.int8), ("fp8", jnp.float8_e4m3fn)])
 def test_eight_bits_take_a_scale_per_token_and_head(name, dtype):
     stored = stored_dtype(name, BF16)

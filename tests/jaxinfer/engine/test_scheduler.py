@@ -159,6 +159,20 @@ def test_pages_leave_with_the_window():
     assert [pool.num_free for pool in s.pools] == [9, 9]
 
 
+def test_pages_leave_with_the_chunk():
+    """Chunks of 6 in pages of 4: position 6, where one starts, is on the second page, and 12 on the fourth."""
+    s = scheduler(num_pages=(9, 9), groups=(FULL, CacheGroup(None, (1,), chunk=6)))
+    a = request("a", 4)
+    held = []
+    while a.num_tokens < 15:
+        run(s, a) if a.num_tokens == 4 else run(s)
+        held.append((a.num_computed - 1, [page != RELEASED for page in a.pages[1]]))
+    assert held[1:3] == [(4, [True, True]), (5, [True, True])]
+    assert held[3:5] == [(6, [False, True]), (7, [False, True])]
+    assert held[5:9] == [(position, [False, True, True]) for position in range(8, 12)]
+    assert held[9:] == [(position, [False, False, False, True]) for position in range(12, 14)]
+
+
 def test_a_request_is_in_all_groups_or_in_none():
     s = scheduler(num_pages=(9, 1), groups=(FULL, WINDOW), tokens=64)
     assert run(s, request("a", 5)) == {}
@@ -187,6 +201,8 @@ def test_a_windowed_group_bounds_what_a_request_may_take():
     s.check(request("short", 3, most=16))
     with pytest.raises(ValueError, match="may take 17 tokens, 5 pages of 4, and the cache has 4"):
         s.check(request("long", 3, most=17))
+    with pytest.raises(ValueError, match="may take 1000 tokens, 5 pages of 4, and the cache has 4"):
+        scheduler(num_pages=(4,), groups=(CacheGroup(None, (0,), chunk=6),)).check(request("long", 3, most=1000))
 
 
 def test_finishing_takes_a_request_out_wherever_it_is():
@@ -205,7 +221,8 @@ def test_finishing_takes_a_request_out_wherever_it_is():
 @st.composite
 def workloads(draw):
     page_size = draw(st.sampled_from([1, 2, 4]))
-    windows = draw(st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=3, unique=True))
+    span = st.none() | st.integers(1, 12)
+    spans = draw(st.lists(st.tuples(span, st.just(None) | span), min_size=1, max_size=3, unique=True))
     seqs = draw(st.integers(1, 5))
     engine = EngineConfig(
         max_model_len=40,
@@ -227,8 +244,9 @@ def workloads(draw):
                 aborts=draw(st.sampled_from([None] * 5 + [1, 3, 8, 16])),
             )
         )
-    num_pages = tuple(draw(st.integers(-(-16 // page_size), 44 // page_size)) for _ in windows)
-    return Workload(tuple(CacheGroup(w, (i,)) for i, w in enumerate(windows)), num_pages, engine, requests)
+    num_pages = tuple(draw(st.integers(-(-16 // page_size), 44 // page_size)) for _ in spans)
+    groups = tuple(CacheGroup(window, (i,), chunk) for i, (window, chunk) in enumerate(spans))
+    return Workload(groups, num_pages, engine, requests)
 
 
 @settings(max_examples=200, deadline=None)

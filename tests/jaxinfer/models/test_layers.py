@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import ModelConfig, RopeConfig
-from jaxinfer.models.layers import Embedding, GatedMlp, Head, RMSNorm, linear, value
+from jaxinfer.models.layers import Embedding, Head, Mlp, linear, value
 from meshes import build_mesh
 from pallas_kernels.formats import FORMATS, dequantize, quantize
 from pallas_kernels.target import CPU
@@ -50,28 +50,6 @@ def test_linear_takes_a_quantized_weight(format):
     np.testing.assert_allclose(linear(x, stored, bias, contract=3, target=CPU), want, rtol=1e-5, atol=1e-5)
 
 
-def test_rms_norm():
-    x, scale = 3 * normal(4, 6), normal(6)
-    wide = x.astype(np.float64)
-    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 0.5) * scale
-    np.testing.assert_allclose(RMSNorm(0.5, {"scale": jnp.asarray(scale)})(x), want, rtol=1e-5, atol=1e-6)
-
-
-def test_rms_norm_of_low_precision_is_computed_in_float32():
-    """400² overflows float16; and the scale multiplies before the result is rounded."""
-    x, scale = jnp.full((1, 8), 400.0, jnp.float16), jnp.asarray(normal(8), jnp.float16)
-    out = RMSNorm(1e-6, {"scale": scale})(x)
-    assert out.dtype == jnp.float16
-    np.testing.assert_array_equal(out[0], scale)
-
-    x = jnp.asarray(normal(64, 6), jnp.bfloat16)
-    scale = jnp.asarray(normal(6), jnp.bfloat16)
-    wide = np.asarray(x, np.float64)
-    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(scale, np.float64)
-    out = np.asarray(RMSNorm(1e-6, {"scale": scale})(x), np.float64)
-    np.testing.assert_allclose(out, want, rtol=2**-8 * 1.001, atol=0)
-
-
 def mlp_weights():
     return {
         "gate_up": jnp.asarray(normal(6, 2, 10)),
@@ -84,14 +62,18 @@ def mlp_weights():
 @pytest.mark.parametrize("activation", sorted(FORMULAS))
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_gate_alone_is_activated(bias, activation):
-    w, x, scale = mlp_weights(), normal(3, 6), normal(6)
-    normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.5) * scale
-    config = dataclasses.replace(CONFIG, mlp_bias=bias, activation=activation)
+    w, x, delta, scale = mlp_weights(), normal(3, 6), normal(3, 6), normal(6)
+    total = x + delta
+    normed = total / np.sqrt((total**2).mean(-1, keepdims=True) + 0.5) * scale
+    config = dataclasses.replace(CONFIG, mlp_bias=bias, activation=activation, norm_eps=0.5)
     gate, up = (normed @ w["gate_up"][:, i] + bias * w["gate_up_bias"][i] for i in range(2))
-    want = x + (np.vectorize(FORMULAS[activation])(gate) * up) @ w["down"] + bias * w["down_bias"]
+    want = (np.vectorize(FORMULAS[activation])(gate) * up) @ w["down"] + bias * w["down_bias"]
     weights = w if bias else {name: w[name] for name in ("gate_up", "down")}
-    mlp, norm = GatedMlp(config, weights, MESH), RMSNorm(0.5, {"scale": jnp.asarray(scale)})
-    np.testing.assert_allclose(mlp(x, norm, CPU), want, rtol=1e-5, atol=1e-5)
+    mlp, norms = Mlp(config, weights, MESH), {"norm": {"scale": jnp.asarray(scale)}}
+    for first, second in ((x, delta), (total, None)):
+        got, out = mlp(first, second, norms, CPU)
+        np.testing.assert_array_equal(got, total)
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
@@ -125,7 +107,13 @@ def test_logits_of_a_quantized_head_come_out_in_float32():
     np.testing.assert_array_equal(Head(CONFIG, {"weight": stored}, MESH).logits(x, CPU), [[16 * 127 + 1, 16 + 127]])
 
 
+def test_head_bias():
+    config = dataclasses.replace(CONFIG, head_bias=True)
+    x, table, bias = normal(3, 6), normal(6, 11), normal(11)
+    head = Head(config, {"weight": jnp.asarray(table), "bias": jnp.asarray(bias)}, MESH)
+    np.testing.assert_allclose(head.logits(x, CPU), x @ table + bias, rtol=1e-5, atol=1e-5)
+
+
 def test_a_missing_parameter_has_no_value():
-    norm = RMSNorm(1e-6, {"scale": jnp.ones(3)})
     assert value(None) is None
-    np.testing.assert_array_equal(value(norm.scale), np.ones(3))
+    np.testing.assert_array_equal(value(Embedding({"weight": jnp.ones(3)}).weight), np.ones(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -110,3 +111,18 @@ def test_attention_factor_scales_both():
 def test_the_trained_length_is_needed(kind):
     with pytest.raises(ValueError, match=f"rope kind '{kind}' needs original_max_position, the length"):
         inverse_frequencies(RopeConfig(kind=kind, factor=2.0), 16)
+
+
+def test_longrope_divides_each_frequency_by_a_factor_of_its_own():
+    short, far = (1.0, 1.5, 2.0), (1.0, 4.0, 9.0)
+    rope = RopeConfig(kind="longrope", short_factors=short, long_factors=far, original_max_position=16)
+    plain = inverse_frequencies(RopeConfig(), 6)
+    np.testing.assert_allclose(inverse_frequencies(rope, 6), plain / far, rtol=1e-6)
+    np.testing.assert_allclose(inverse_frequencies(dataclasses.replace(rope, long=False), 6), plain / short, rtol=1e-6)
+
+
+def test_only_the_first_dimensions_have_a_turn():
+    cos, sin = cos_sin(RopeConfig(dims=4), 10, jnp.arange(5))
+    whole, _ = cos_sin(RopeConfig(), 4, jnp.arange(5))
+    assert cos.shape == sin.shape == (5, 2)
+    np.testing.assert_array_equal(cos, whole)
