@@ -3,8 +3,9 @@
     python scripts/bench_load.py [--gigabytes 2] [--tensor 1] [--turns 3] [--warm] [--convert] [--folder ON_THAT_DISK]
 
 writes a sharded Hugging Face checkpoint in bfloat16, times both in turns, prints the best of each and their ratio, and
-removes the checkpoint. Before each turn the files leave the page cache, unless `--warm`. With `--convert` it times
-`python -m convert` to the native format instead, once, and prints the memory that it took at most.
+how much of the host's memory loading took at most (on a CPU the weights are part of it), and removes the checkpoint.
+Before each turn the files leave the page cache, unless `--warm`. With `--convert` it times `python -m convert` to the
+native format instead, once, and prints the memory that its process held at most.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import math
 import os
-import resource
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,16 @@ from jaxinfer.weights import abstract_weights
 from meshes import build_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
+# Not the maximum that the system keeps for children: it counts a process from its fork, as large as whoever forked.
+_CONVERT = """
+import sys
+from convert.__main__ import main
+from scripts.bench_load import host_memory
+try:
+    main()
+finally:
+    print(host_memory("VmHWM"), file=sys.stderr)
+"""
 _BLOCK_BYTES = 8 << 20
 _SHARD_BYTES = 512 << 20
 
@@ -118,6 +129,13 @@ def forget(files: list[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def host_memory(what: str) -> int:
+    """Bytes of this process's memory: "VmRSS", now, or "VmHWM", at most until now."""
+    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found.group(1)) * 1024
+
+
 def timed(work: Callable[[], None]) -> float:
     """Seconds."""
     start = time.perf_counter()
@@ -148,16 +166,21 @@ def convert_once(folder: Path, files: list[Path]) -> None:
     """Print the seconds of one conversion, and the most memory that its process held: code, libraries and all."""
     total = sum(file.stat().st_size for file in files)
     forget(files)
-    command = [sys.executable, "-m", "convert", str(folder), str(folder.parent / "native")]
-    seconds = timed(lambda: subprocess.run(command, check=True, cwd=ROOT))
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    print(f"{total / 1e9:.3f} GB in {len(files)} files, converted in {seconds:.1f} s; {peak / 1e6:.0f} MB at most")
+    command = [sys.executable, "-c", _CONVERT, str(folder), str(folder.parent / "native")]
+    result: list[subprocess.CompletedProcess[str]] = []
+    seconds = timed(lambda: result.append(subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)))
+    *messages, peak = result[0].stderr.splitlines()
+    if result[0].returncode:
+        sys.exit("\n".join(messages))
+    print(f"{total / 1e9:.3f} GB in {len(files)} files, converted in {seconds:.1f} s; {int(peak) / 1e6:.0f} MB at most")
 
 
 def measure(folder: Path, files: list[Path], args: argparse.Namespace) -> None:
     total = sum(file.stat().st_size for file in files)
     works = {"read": lambda: sequential(files), "load": lambda: load(folder, args.tensor)}
     seconds: dict[str, list[float]] = {name: [] for name in works}
+    jax.block_until_ready(jax.device_put(np.zeros(1), jax.devices()[0]))  # a GPU's driver and libraries
+    before = host_memory("VmRSS")
     for _ in range(args.turns):
         for name, work in works.items():
             (sequential if args.warm else forget)(files)
@@ -167,6 +190,8 @@ def measure(folder: Path, files: list[Path], args: argparse.Namespace) -> None:
     for name, each in seconds.items():
         print(f"{name:<5} {total / 1e9 / min(each):7.3f} GB/s  ({', '.join(f'{s:.2f}' for s in each)} s)")
     print(f"load / read: {min(seconds['read']) / min(seconds['load']):.2f}")
+    above = max(0, host_memory("VmHWM") - before)
+    print(f"host memory: {above / 1e6:.0f} MB at most above the {before / 1e6:.0f} MB before loading")
 
 
 if __name__ == "__main__":
