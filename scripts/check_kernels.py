@@ -8,9 +8,7 @@ Small cases against float32; exit status 1 if one is wrong or fails. (For speed:
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.kernel_checks import Check, checks
 from scripts.kernels.stages import row_error
+from scripts.processes import share
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"no check has a name like {args.only!r}")
     start, count = time.perf_counter(), min(args.processes, len(chosen))
     if args.part is None and count > 1:
-        failures = sum(share(args.only, count))
+        failures = sum(share(Path(__file__), ["--only", args.only], count))
         print(f"{len(chosen)} checks in {time.perf_counter() - start:.0f} s: {'WRONG' if failures else 'all right'}")
     else:
         mine = chosen[args.part or 0 :: count]
@@ -45,15 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             right = [report(check, *result) for check, result in zip(mine, pool.map(run, mine), strict=True)]
         failures = len(mine) - sum(right)
     sys.exit(failures > 0)
-
-
-def share(only: str, count: int) -> list[int]:
-    """Exit statuses of processes that do a part each: tracing, most of the time, holds Python's lock."""
-    command = [sys.executable, __file__, "--only", only, "--processes", str(count), "--part"]
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"  # speed does not matter
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags}
-    processes = [subprocess.Popen([*command, str(part)], env=environment) for part in range(count)]
-    return [process.wait() for process in processes]
 
 
 def error(check: Check, *inputs: Any) -> jax.Array:
