@@ -1,11 +1,18 @@
 """Eight virtual CPU devices for every test, set before jax starts."""
 
 import gc
+import logging
 import os
 import sys
 import tempfile
+from pathlib import Path
 
+import hypothesis
 import pytest
+
+# How long an example takes depends on who shares the machine.
+hypothesis.settings.register_profile("jaxinfer", deadline=None)
+hypothesis.settings.load_profile("jaxinfer")
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Unoptimised code halves the time to compile, which is most of what the tests of generation take.
@@ -24,6 +31,19 @@ def _programs_go_with_their_module():
     if jax := sys.modules.get("jax"):
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _the_process_stays_as_it_was():
+    """What code under test sets for its process is not the next test's; which tests share one differs by the run."""
+    environment, folder = dict(os.environ), Path.cwd()
+    loggers = {name: logging.getLogger(name).level for name in ("", "jaxinfer", "convert", "pallas_kernels")}
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for name, level in loggers.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture

@@ -263,7 +263,7 @@ def schedules(draw):
     return make, parts
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schedules())
 def test_every_shape_was_announced_and_holds_its_batch(schedule):
     make, parts = schedule

@@ -249,7 +249,7 @@ def workloads(draw):
     return Workload(groups, num_pages, engine, requests)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(workloads())
 def test_any_workload_finishes_with_every_read_right_and_every_page_back(workload):
     Simulation(workload).run()
