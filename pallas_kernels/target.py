@@ -20,6 +20,8 @@ class Target:
     """Of an NVIDIA GPU: (9, 0) is Hopper. None: no such GPU."""
     cores: int = 0
     """Streaming multiprocessors of a GPU."""
+    untimed: bool = False
+    """Whether kernels run, too, that are right but of which no measurement says yet that they are faster."""
 
     @classmethod
     def of(cls, device: jax.Device) -> Target:

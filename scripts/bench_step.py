@@ -1,11 +1,12 @@
 """Time of an engine's steps on one GPU, with random weights: decode and prefill, and what the time goes to.
 
     python scripts/bench_step.py [--config llama-3-8b] [--batches 1,32,128,256] [--context 640] [--prefill 2048]
-        [--quantization int8] [--kv-cache-dtype int8] [--layers N] [--profile] [--json FILE]
+        [--quantization int8] [--kv-cache-dtype int8] [--layers N] [--untimed] [--profile] [--json FILE]
 
 Milliseconds from one step to the next with the host running ahead, how long the host takes to dispatch one, and the
 share of the read ceiling (measured in the same run) that reading the weights and the cache once would take. With
 --profile, which kernels the time goes to, of a program without CUDA graphs. --layers: a shallower model, to try things.
+--untimed: with kernels that no measurement has shown to be faster yet.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--quantization", choices=["int8", "fp8", "int4"])
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
     parser.add_argument("--layers", type=int, help="in place of the model's")
+    parser.add_argument("--untimed", action="store_true", help="take kernels that were not timed yet, too")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -63,7 +65,8 @@ def measure(args: argparse.Namespace, ceiling: float) -> list[dict[str, Any]]:
     sizes = [int(size) for size in args.batches.split(",")]
     quantization = Quantization(args.quantization) if args.quantization else None
     prefill = args.prefill or max(sizes)
-    bench = StepBench(config, build_mesh(), max(sizes), args.context, prefill, quantization, args.kv_cache_dtype)
+    settings = args.context, prefill, quantization, args.kv_cache_dtype, args.untimed
+    bench = StepBench(config, build_mesh(), max(sizes), *settings)
     batches = {f"decode {size}": bench.decode_batch(size) for size in sizes}
     if args.prefill:
         batches[f"prefill {args.prefill}"] = bench.prefill_batch(args.prefill)

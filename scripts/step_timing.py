@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tempfile
 import time
@@ -20,7 +21,7 @@ from jaxinfer.engine import cache
 from jaxinfer.engine.batch import KERNEL_WIDTHS, Batch, BatchBuilder
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduled
-from jaxinfer.engine.step import State, StepRunner
+from jaxinfer.engine.step import State, StepRunner, target_of
 from jaxinfer.parameters import for_tensor_parallel
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.weights import random_weights
@@ -50,8 +51,9 @@ class StepBench:
         prefill_tokens: int = 2048,
         quantization: Quantization | None = None,
         cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
+        untimed: bool = False,
     ):
-        """context: tokens in the cache of each decoding sequence."""
+        """context: tokens in the cache of each decoding sequence; untimed: as in Target."""
         self.context = context
         self.config = for_tensor_parallel(config, mesh.shape["tensor"])
         self.weights = jax.block_until_ready(random_weights(self.config, DTYPE, mesh, quantization=quantization))
@@ -60,7 +62,8 @@ class StepBench:
             cache=CacheConfig(PAGE_SIZE, dtype=cache_dtype),
         )  # fmt: skip
         self.builder = BatchBuilder(engine, groups=1, data_dependent=False, widths=KERNEL_WIDTHS)
-        self.runner = StepRunner(self.config, self.weights, mesh)
+        target = dataclasses.replace(target_of(mesh), untimed=untimed)
+        self.runner = StepRunner(self.config, self.weights, mesh, target)
         self.page_size, self.num_pages = (
             PAGE_SIZE,
             max(max_batch * -(-context // PAGE_SIZE), prefill_tokens // PAGE_SIZE),

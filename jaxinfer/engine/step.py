@@ -64,14 +64,16 @@ type AbstractState = Any
 class StepRunner:
     """Executables by batch shape, and the state they pass on. `run` dispatches and does not wait."""
 
-    def __init__(self, config: ModelConfig, weights: Tree, mesh: Mesh):
-        """config: as laid out for the mesh; weights: a nested dict of arrays, or of shapes if only to compile."""
+    def __init__(self, config: ModelConfig, weights: Tree, mesh: Mesh, target: Target | None = None):
+        """config: as laid out for the mesh; weights: a nested dict of arrays, or of shapes if only to compile; target:
+        by default the mesh's.
+        """
         self._weights = weights
         self._executables: dict[BatchShape, Any] = {}
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
         graph, _ = nnx.split(Decoder(config, abstract, mesh))
         self._step = functools.partial(
-            step, graph=graph, config=config, target=target_of(mesh), shards=mesh.shape["tensor"]
+            step, graph=graph, config=config, target=target or target_of(mesh), shards=mesh.shape["tensor"]
         )
         self._mesh, self._replicated = mesh, sharding(mesh)
         self.state: State | None = None
