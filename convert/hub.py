@@ -20,8 +20,10 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     """The local path of a model given as a path or as a Hub id (`org/name`).
 
     A Hub id is downloaded into the Hub's own cache (`HF_HOME`); with `HF_HUB_OFFLINE=1` only that cache is used.
-    Raises FileNotFoundError if it is neither, or cannot be had.
+    Raises FileNotFoundError if it is neither, or cannot be had, ValueError for what is no name of anything.
     """
+    if not isinstance(model, (str, os.PathLike)) or not str(model):
+        raise ValueError(f"the model is {model!r}; give the path of a checkpoint, or a Hub id like 'org/name'")
     path = Path(model).expanduser()
     if path.exists():
         return path

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -15,22 +14,25 @@ from tqdm import tqdm
 import convert
 from jaxinfer import compilation, memory, startup, weights
 from jaxinfer.adapters import Adapters, check_named, load_adapters
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization, at_least_one
 from jaxinfer.embed import TextEmbedder
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.output import OutputBuilder
 from jaxinfer.engine.request import Request
 from jaxinfer.outputs import EmbeddingOutput, RequestOutput, TextDelta
+from jaxinfer.prompts import (
+    Loras,
+    Messages,
+    Prompt,
+    check_switches,
+    listed,
+    one_name_each,
+    one_params_each,
+    text_or_ids,
+)
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 from meshes import AXES, build_mesh
-
-type Prompt = str | dict[str, Any]
-"""Text, {"prompt": text} or {"prompt_token_ids": ids}."""
-type Messages = Sequence[dict[str, Any]]
-"""One conversation: [{"role": "user", "content": "Hi"}, …]."""
-type Loras = str | Sequence[str | None] | None
-"""The name of a loaded adapter for all prompts, or one per prompt; None: the model alone."""
 
 
 class LLM:
@@ -87,6 +89,12 @@ class LLM:
         max_lora_rank: int | None = None,
     ):
         check_named({} if lora is None else lora)
+        for name, value in (("max_loras", max_loras), ("max_lora_rank", max_lora_rank)):
+            if value is not None:
+                at_least_one(name, value)
+        check_switches(skip_tokenizer_init=skip_tokenizer_init, warm_up=warm_up, progress=progress)
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise ValueError(f"seed is {seed!r}; it must be an integer")
         cache = CacheConfig(page_size, num_pages, memory_fraction, dtype=kv_cache_dtype)  # type: ignore[arg-type]
         memory.reserve(memory_fraction)
         compilation.enable_cache()
@@ -160,7 +168,7 @@ class LLM:
         share the batch, whatever adapters they have.
         Raises ValueError, before any compute, for a prompt or parameters that cannot be served.
         """
-        entries: list[Any] = [prompts] if isinstance(prompts, (str, dict)) else _listed(prompts, "prompts")
+        entries: list[Any] = [prompts] if isinstance(prompts, (str, dict)) else listed(prompts, "prompts")
         return self._run([self._encode(entry) for entry in entries], sampling_params, use_tqdm, lora)
 
     def chat(
@@ -173,8 +181,8 @@ class LLM:
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template. Arguments as in `generate`."""
-        listed = _listed(messages, "messages")
-        conversations = [listed] if not listed or isinstance(listed[0], dict) else listed
+        chats = listed(messages, "messages")
+        conversations = [chats] if not chats or isinstance(chats[0], dict) else chats
         prompts = [(None, self._encode_chat(c, **template_kwargs)) for c in conversations]
         return self._run(prompts, sampling_params, use_tqdm, lora)
 
@@ -213,9 +221,10 @@ class LLM:
         use_tqdm: show progress; None: as the LLM was told. Threads may call it at the same time.
         Raises ValueError, before any compute, for a text that cannot be embedded, or a pooling that does not exist.
         """
-        entries: list[Any] = [prompts] if isinstance(prompts, (str, dict)) else _listed(prompts, "prompts")
+        entries: list[Any] = [prompts] if isinstance(prompts, (str, dict)) else listed(prompts, "prompts")
+        check_switches(truncate=truncate, **({} if normalize is None else {"normalize": normalize}))
         show = self._progress if use_tqdm is None else use_tqdm
-        return self._embed([_text_or_ids(entry) for entry in entries], pooling, normalize, truncate, show)
+        return self._embed([text_or_ids(entry) for entry in entries], pooling, normalize, truncate, show)
 
     def load_lora(self, name: str, model: str) -> None:
         """Put an adapter, a folder or a Hub id, into a free place, while requests may run; nothing is compiled.
@@ -257,7 +266,7 @@ class LLM:
     ) -> list[RequestOutput]:
         if isinstance(lora, str):
             self._places().place(lora)  # an unknown name is refused though there be no prompt
-        each, names = _one_each(params, len(prompts)), _one_name_each(lora, len(prompts))
+        each, names = one_params_each(params, len(prompts)), one_name_each(lora, len(prompts))
         groups = [self._requests(ids, p, name) for (_, ids), p, name in zip(prompts, each, names, strict=True)]
         requests = [request for group in groups for request in group]
         show = self._progress if use_tqdm is None else use_tqdm
@@ -268,8 +277,9 @@ class LLM:
                 while unfinished:
                     self.engine.step()
                     left = [request for request in unfinished if not request.finished]
-                    if len(left) < len(unfinished):
-                        bar.update(len(unfinished) - len(left))
+                    for request in unfinished:
+                        outputs[request].check()
+                    bar.update(len(unfinished) - len(left))
                     unfinished = left
         finally:
             self.engine.abort(requests)
@@ -280,7 +290,7 @@ class LLM:
 
     def _stream(self, ids: list[int], params: SamplingParams | None, lora: str | None) -> Iterator[TextDelta]:
         """Checks now, generates when iterated."""
-        [checked] = _one_each(params, 1)
+        [checked] = one_params_each(params, 1)
         return self._deltas(self._requests(ids, checked, lora))
 
     def _deltas(self, requests: list[Request]) -> Iterator[TextDelta]:
@@ -332,7 +342,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """A prompt's text, if it came as text, and its token ids."""
-        found = _text_or_ids(prompt)
+        found = text_or_ids(prompt)
         return (found, self.get_tokenizer().encode(found)) if isinstance(found, str) else (None, found)
 
     def _encode_chat(self, messages: Messages, **template_kwargs: Any) -> list[int]:
@@ -358,22 +368,12 @@ def _no_generation(config: ModelConfig) -> ValueError:
     return ValueError("this LLM was made with task='embed', and only embeds; make another without it to generate")
 
 
-def _text_or_ids(prompt: Prompt) -> str | list[int]:
-    if isinstance(prompt, dict):
-        if "prompt_token_ids" in prompt:
-            try:
-                return [operator.index(token_id) for token_id in prompt["prompt_token_ids"]]
-            except TypeError as error:
-                raise ValueError(f"prompt_token_ids must be a list of integers: {error}") from error
-        prompt = prompt.get("prompt", prompt)
-    if not isinstance(prompt, str):
-        raise ValueError(f'a prompt is text, {{"prompt": …}} or {{"prompt_token_ids": […]}}; got {prompt!r}')
-    return prompt
-
-
 def _mesh(tensor_parallel_size: int, mesh: Mesh | None) -> Mesh:
+    at_least_one("tensor_parallel_size", tensor_parallel_size)
     if mesh is None:
         return build_mesh(tensor=tensor_parallel_size)
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh is {mesh!r}; it must be a jax.sharding.Mesh, or None")
     if set(mesh.axis_names) != set(AXES):
         raise ValueError(f"the mesh has axes {mesh.axis_names}; it must have {AXES}, size 1 where unused")
     if tensor_parallel_size not in (1, mesh.shape["tensor"]):
@@ -385,37 +385,11 @@ def _mesh(tensor_parallel_size: int, mesh: Mesh | None) -> Mesh:
 
 
 def _model_len(max_model_len: int | None, config: ModelConfig) -> int:
-    if max_model_len is not None and max_model_len > config.max_position:
+    if max_model_len is not None and at_least_one("max_model_len", max_model_len) > config.max_position:
         raise ValueError(
             f"max_model_len is {max_model_len}, and the model was made for {config.max_position} tokens at most"
         )
     return config.max_position if max_model_len is None else max_model_len
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    each = _listed(params, "sampling_params")
-    if odd := [entry for entry in each if not isinstance(entry, SamplingParams)]:
-        raise ValueError(f"sampling_params holds {odd[0]!r}; it must be a SamplingParams, or a list of them")
-    if len(each) != count:
-        raise ValueError(f"{len(each)} sampling params for {count} prompts; pass one for all, or one per prompt")
-    return each
-
-
-def _one_name_each(lora: Loras, count: int) -> list[str | None]:
-    if lora is None or isinstance(lora, str):
-        return [lora] * count
-    names = _listed(lora, "lora")
-    if len(names) != count:
-        raise ValueError(f"{len(names)} names of adapters for {count} prompts; pass one for all, or one per prompt")
-    return names
-
-
-def _listed(values: Any, name: str) -> list[Any]:
-    if isinstance(values, (str, dict)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} is {values!r}, which is no list")
-    return list(values)
 
 
 def _request_output(text: str | None, outputs: list[OutputBuilder]) -> RequestOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
@@ -67,17 +67,20 @@ class SamplingParams:
         check("stop", self.detokenize or not self.stop_strings, "empty when detokenize is False")
 
     def _check_types(self) -> None:
-        names = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
-        for name in names:
+        for name in ("n", "top_k", "min_tokens"):
+            self._check(name, _is_integer(getattr(self, name)), "an integer")
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            self._check(name, value is None or _is_integer(value), "an integer")
+            self._check(name, value is None or _is_integer(value), "an integer, or None")
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
             self._check(name, hasattr(value, "__float__") and not isinstance(value, (bool, str)), "a number")
         stop = self.stop
         self._check("stop", stop is None or isinstance(stop, (str, Sequence)), "one or more non-empty strings")
         ids = self.stop_token_ids
-        listed = ids is None or (isinstance(ids, Iterable) and all(_is_integer(token_id) for token_id in ids))
+        listed = ids is None or (isinstance(ids, Collection) and all(_is_integer(token_id) for token_id in ids))
         self._check("stop_token_ids", listed, "a list of token ids")
 
     def _check(self, name: str, holds: bool, requirement: str) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert.tokenizer import load_tokenizer
+from jaxinfer import chat
+from jaxinfer.chat import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-type Message = Mapping[str, Any]
-"""One turn of a chat: `role`, `content`, and whatever else the model's template reads."""
 
 
 class Tokenizer:
@@ -93,19 +92,21 @@ class Tokenizer:
         Raises:
             ValueError: The messages are malformed, the tokenizer has no template, or the template refuses them.
         """
-        _check_messages(messages)
+        chat.check_messages(messages)
         if self.raw.chat_template is None and template_kwargs.get("chat_template") is None:
             raise ValueError(
                 "the tokenizer has no chat template; pass chat_template= (a Jinja template), add a chat_template.jinja "
                 "to the checkpoint, or write the prompt as plain text, since base models are not made for chat"
             )
-        from jinja2 import TemplateError
+
+        def render(turns: Sequence[Message]) -> str:
+            return self.raw.apply_chat_template(
+                list(turns), tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
+            )
 
         try:
-            text = self.raw.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
-            )
-        except (TemplateError, TypeError) as error:  # TypeError: content in parts, where the template wants text
+            text = chat.rendered(messages, render)
+        except Exception as error:  # a template is a program, and may fail in any way
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         _check_text(text)
         return self.raw.encode(text, add_special_tokens=False, verbose=False)
@@ -139,27 +140,3 @@ def _check_text(text: str) -> None:
         raise ValueError(
             f"the prompt is not valid Unicode text ({error}); was it read from bytes that are no UTF-8?"
         ) from error
-
-
-def _check_messages(messages: Sequence[Message]) -> None:
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
-        raise ValueError(
-            f"a chat is a list of messages, not {type(messages).__name__}; write [{{'role': 'user', 'content': '…'}}]"
-        )
-    if not messages:
-        raise ValueError("the chat has no messages; give at least one, such as {'role': 'user', 'content': '…'}")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise ValueError(
-                f"message {i} is {type(message).__name__}; it must be a dict such as {{'role': 'user', 'content': '…'}}"
-            )
-        if missing := [key for key in ("role", "content") if key not in message]:
-            raise ValueError(f"message {i} has no {' and no '.join(missing)}; it has {sorted(message)}")
-        if not isinstance(message["role"], str):
-            raise ValueError(f"message {i} has role {message['role']!r}; it must be a string such as 'user'")
-        content = message["content"]
-        if content is not None and not isinstance(content, (str, list)):
-            raise ValueError(
-                f"message {i} has content of type {type(content).__name__}; it must be a string, "
-                "a list of content parts, or None where the message holds tool calls"
-            )

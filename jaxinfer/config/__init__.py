@@ -1,6 +1,14 @@
 """What a model is and how it is run: frozen records, standard library only."""
 
-from jaxinfer.config.engine import WEIGHT_FORMATS, CacheConfig, EngineConfig, ParallelConfig, Quantization, WeightFormat
+from jaxinfer.config.engine import (
+    WEIGHT_FORMATS,
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    Quantization,
+    WeightFormat,
+    at_least_one,
+)
 from jaxinfer.config.model import CacheGroup, ModelConfig, QueryScaling, RopeConfig
 
 __all__ = [
@@ -14,4 +22,5 @@ __all__ = [
     "QueryScaling",
     "RopeConfig",
     "WeightFormat",
+    "at_least_one",
 ]

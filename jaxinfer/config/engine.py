@@ -11,6 +11,15 @@ WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "fp8")
 """Those that may be asked for. In mxfp4 experts are kept where a checkpoint has them so."""
 
 
+def at_least_one(name: str, value: int, otherwise: str = "") -> int:
+    """The value. Raises ValueError unless it is an integer, 1 or more; otherwise: what else it may be, for people."""
+    if not hasattr(value, "__index__") or isinstance(value, bool):  # numpy's are integers too
+        raise ValueError(f"{name} is {value!r}; it must be an integer{otherwise}")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1{otherwise}")
+    return value
+
+
 @dataclass(frozen=True)
 class Quantization:
     """How the projections are stored, instead of in the model's dtype."""
@@ -55,14 +64,14 @@ class CacheConfig:
     """As keys and values are stored: in the model's dtype, or in 8 bits with a scale per token and head."""
 
     def __post_init__(self) -> None:
-        if self.page_size < 1 or self.page_size & (self.page_size - 1):
-            raise ValueError(f"page_size is {self.page_size}; it must be a power of two")
+        if not hasattr(self.page_size, "__index__") or self.page_size < 1 or self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size is {self.page_size!r}; it must be a power of two")
         if self.dtype not in ("auto", "int8", "fp8"):
             raise ValueError(f"the cache's dtype is {self.dtype!r}; it must be auto, int8 or fp8")
-        if self.num_pages is not None and self.num_pages < 1:
-            raise ValueError(f"num_pages is {self.num_pages}; it must be at least 1, or None to fill the memory left")
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ValueError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1")
+        if self.num_pages is not None:
+            at_least_one("num_pages", self.num_pages, ", or None to fill the memory left")
+        if not isinstance(self.memory_fraction, (int, float)) or not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction is {self.memory_fraction!r}; it must be above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -102,8 +111,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "steps_in_flight"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            at_least_one(name, getattr(self, name))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "

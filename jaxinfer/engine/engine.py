@@ -56,6 +56,8 @@ class Engine:
         self._outputs: dict[Request, OutputBuilder] = {}
         self._in_flight: deque[StepInFlight] = deque()
         self._lock = threading.RLock()
+        self._stepping = False
+        self._to_abort: list[Request] = []
         self.scheduler = Scheduler(
             groups=config.cache_groups,
             num_pages=num_pages,
@@ -78,46 +80,73 @@ class Engine:
     def add(self, request: Request) -> OutputBuilder:
         """Queue a request that `check` accepts."""
         with self._lock:
+            output = OutputBuilder(request, self._tokenizer)  # first, for a tokenizer may fail
             self.scheduler.add(request)
-            output = OutputBuilder(request, self._tokenizer)
             self._outputs[request] = output
             return output
 
     @interrupts_held()
     def abort(self, requests: Iterable[Request]) -> None:
-        """End requests now and free their pages; those that are finished are left alone."""
+        """End requests now and free their pages; those that are finished are left alone.
+
+        Within a step, where the garbage collector may close a stream, it waits for the step's end.
+        """
         with self._lock:
-            for request in requests:
-                if output := self._outputs.pop(request, None):
-                    output.finish("abort")
-                    self.scheduler.finish(request)
+            self._to_abort += requests
+            if not self._stepping:
+                self._abort()
+
+    def _abort(self) -> None:
+        requests, self._to_abort = self._to_abort, []
+        outputs = [output for request in requests if (output := self._outputs.pop(request, None))]
+        for output in outputs:
+            self.scheduler.finish(output.request)
+        for output in outputs:
+            output.finish("abort")
 
     def take_delta(self, output: OutputBuilder) -> TextDelta:
-        """What a request produced since it was last asked."""
+        """What a request produced since it was last asked. Raises what made it fail."""
         with self._lock:
+            output.check()
             return output.take_delta()
 
     @interrupts_held()
     def step(self) -> list[OutputBuilder]:
-        """Dispatch a step, and read the oldest one once enough are in flight. Returns the outputs that grew."""
+        """Dispatch a step, and read the oldest one once enough are in flight. Returns the outputs that grew.
+
+        A step that fails raises, and is as if it had not been: requests that the caller does not abort are computed
+        again, by whoever steps next. What fails for one request alone fails that one (`OutputBuilder.check`).
+        """
         with self._lock:
-            if scheduled := self.scheduler.schedule():
-                batch = self._builder.build(scheduled)
-                output = self._runner.run(batch)
-                self._in_flight.append(StepInFlight(scheduled, output, batch.shape.scored))
-            if self._in_flight and (not scheduled or len(self._in_flight) >= self._engine.steps_in_flight):
-                return self._postprocess(self._in_flight.popleft())
-            return []
+            self._stepping = True
+            try:
+                if scheduled := self.scheduler.schedule():
+                    self._in_flight.append(self._dispatch(scheduled))
+                if self._in_flight and (not scheduled or len(self._in_flight) >= self._engine.steps_in_flight):
+                    return self._postprocess()
+                return []
+            finally:
+                self._stepping = False
+                self._abort()
 
-    def _postprocess(self, step: StepInFlight) -> list[OutputBuilder]:
-        """Read a step's result and hand each sequence its part. Ids past a stop are dropped."""
-        ids = np.asarray(step.output.ids)
-        params = [part.request.params for part in step.scheduled]
-        wants_rows = any(p.logprobs is not None or p.prompt_logprobs is not None for p in params)
-        rows = jax.device_get(step.output.row_logprobs) if wants_rows else None
-        wants_full = step.scored and any(-1 in (p.logprobs, p.prompt_logprobs) for p in params)
-        full = np.asarray(step.output.logprobs) if wants_full else None
+    def _dispatch(self, scheduled: list[Scheduled]) -> StepInFlight:
+        try:
+            batch = self._builder.build(scheduled)
+            return StepInFlight(scheduled, self._runner.run(batch), batch.shape.scored)
+        except BaseException:
+            self.scheduler.give_up(scheduled)
+            raise
 
+    def _postprocess(self) -> list[OutputBuilder]:
+        """Read the oldest step's result and hand each sequence its part. Ids past a stop are dropped."""
+        step = self._in_flight.popleft()
+        try:
+            ids, rows, full = _read(step)
+        except BaseException:
+            for lost in (step, *self._in_flight):  # the later ones go on from what this one computed
+                self.scheduler.give_up(lost.scheduled)
+            self._in_flight.clear()
+            raise
         grown, row = [], 0
         for number, part in enumerate(step.scheduled):
             request = part.request
@@ -125,12 +154,15 @@ class Engine:
             request.num_unread -= part.samples
             output = self._outputs.get(request)
             if output is not None:
-                if step.scored and rows is not None:
-                    _add_prompt_rows(output, part, row, rows, full)
-                if part.samples:
-                    last = row + part.count - 1 if step.scored else number
-                    output.push(int(ids[number]), last, rows, full)
-                    grown.append(output)
+                try:
+                    if step.scored and rows is not None:
+                        _add_prompt_rows(output, part, row, rows, full)
+                    if part.samples:
+                        last = row + part.count - 1 if step.scored else number
+                        output.push(int(ids[number]), last, rows, full)
+                        grown.append(output)
+                except Exception as error:  # of the tokenizer's, say; the neighbours' tokens are still to be handed out
+                    output.fail(error)
                 if request.finish_reason is not None:
                     del self._outputs[request]
                     self.scheduler.finish(request)
@@ -161,6 +193,16 @@ class Engine:
                 "possible; pass fewer stop_token_ids"
             )
         self.scheduler.check(request)
+
+
+def _read(step: StepInFlight) -> tuple[np.ndarray, RowLogprobs | None, np.ndarray | None]:
+    """Its ids, and what log-probabilities its requests want: of rows, and whole rows."""
+    ids = np.asarray(step.output.ids)
+    params = [part.request.params for part in step.scheduled]
+    wants_rows = any(p.logprobs is not None or p.prompt_logprobs is not None for p in params)
+    rows = jax.device_get(step.output.row_logprobs) if wants_rows else None
+    wants_full = step.scored and any(-1 in (p.logprobs, p.prompt_logprobs) for p in params)
+    return ids, rows, np.asarray(step.output.logprobs) if wants_full else None
 
 
 def _add_prompt_rows(

@@ -28,6 +28,7 @@ class OutputBuilder:
         self._arrival_time = time.monotonic()
         self._first_token_time: float | None = None
         self._finished_time: float | None = None
+        self._error: Exception | None = None
 
     def add_prompt_rows(self, start: int, count: int, rows: RowLogprobs, full: NDArray[np.float32] | None) -> None:
         """Log-probabilities of prompt rows from `start`, alternatives or whole rows; those it has are skipped."""
@@ -63,6 +64,16 @@ class OutputBuilder:
         self.request.finish_reason, self.request.stop_reason = reason, stop_reason
         self._untold_text.append(self._detokenizer.finish())
         self._finished_time = time.monotonic()
+
+    def fail(self, error: Exception) -> None:
+        """No more tokens: they cannot be taken in."""
+        self.request.finish_reason, self._error = "abort", error
+        self._finished_time = time.monotonic()
+
+    def check(self) -> None:
+        """Raises what made it fail."""
+        if self._error is not None:
+            raise self._error
 
     def take_delta(self) -> TextDelta:
         """What came since the last call."""

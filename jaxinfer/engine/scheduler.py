@@ -103,6 +103,14 @@ class Scheduler:
             used += count
         return scheduled
 
+    def give_up(self, scheduled: Iterable[Scheduled]) -> None:
+        """A step that failed computed nothing: whoever runs is computed again from its tokens."""
+        for part in scheduled:
+            part.request.steps_in_flight -= 1
+            part.request.num_unread -= part.samples
+        while self.running:
+            self._preempt(self.running[-1])
+
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is, and free what it holds. Steps in flight may still write to its pages:
         they come before any step that is given those pages next."""

@@ -49,7 +49,8 @@ BAD_REQUESTS = {
         r"min_tokens holds back 41 end and stop ids, at most 32 are possible; pass fewer stop_token_ids",
     ),
     "not a prompt": (42, {}, r"a prompt is text, \{\"prompt\": …\} or \{\"prompt_token_ids\": \[…\]\}; got 42"),
-    "a dict without a prompt": ({"text": "hi"}, {}, r"a prompt is text, .* got \{'text': 'hi'\}"),
+    "images": ({"prompt": "a", "multi_modal_data": {}}, {}, r"nothing else; it has \['multi_modal_data'\]"),
+    "a dict without a prompt": ({"text": "hi"}, {}, r"a prompt may hold .*; it has \['text'\]"),
 }
 
 
@@ -113,6 +114,11 @@ def test_a_request_that_the_pool_cannot_hold_is_refused_and_one_that_fits_is_ser
         ({"logprobs": 21}, "logprobs is 21; it must be 0 to 20, -1 for all, or None"),
         ({"logprobs": -2}, "logprobs is -2; it must be 0 to 20"),
         ({"prompt_logprobs": 100}, "prompt_logprobs is 100; it must be 0 to 20"),
+        ({"n": None}, "n is None; it must be an integer"),
+        ({"max_tokens": 2.0}, "max_tokens is 2.0; it must be an integer, or None"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
+        ({"skip_special_tokens": 3}, "skip_special_tokens is 3; it must be True or False"),
+        ({"stop_token_ids": iter([3])}, "it must be a list of token ids"),
         ({"stop": ["a", ""]}, "stop is ['a', '']; it must be one or more non-empty strings"),
         ({"stop": "a", "detokenize": False}, "stop is 'a'; it must be empty when detokenize is False"),
     ],
@@ -130,6 +136,12 @@ def load(folder, **settings):
 def test_no_such_model(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no such model: '.*nowhere' is neither a file or folder here"):
         load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("model", [None, 5, b"x", ""])
+def test_what_names_no_model(model):
+    with pytest.raises(ValueError, match=re.escape(f"the model is {model!r}; give the path of a checkpoint, or a Hub")):
+        LLM(model)
 
 
 def test_unsupported_architecture(tmp_path):
@@ -156,6 +168,16 @@ def test_unknown_rope_type(tmp_path):
         ({"num_pages": 0}, "num_pages is 0; it must be at least 1, or None to fill the memory left"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5; it must be above 0 and at most 1"),
         ({"steps_in_flight": 0}, "steps_in_flight is 0; it must be at least 1"),
+        ({"max_model_len": "64"}, "max_model_len is '64'; it must be an integer"),
+        ({"max_num_seqs": 4.0}, "max_num_seqs is 4.0; it must be an integer"),
+        ({"page_size": "8"}, "page_size is '8'; it must be a power of two"),
+        ({"num_pages": 9.5}, "num_pages is 9.5; it must be an integer, or None to fill the memory left"),
+        ({"memory_fraction": None}, "memory_fraction is None; it must be above 0 and at most 1"),
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size is '2'; it must be an integer"),
+        ({"mesh": 5}, "mesh is 5; it must be a jax.sharding.Mesh, or None"),
+        ({"max_loras": "2"}, "max_loras is '2'; it must be an integer"),
+        ({"seed": "x"}, "seed is 'x'; it must be an integer"),
+        ({"warm_up": "no"}, "warm_up is 'no'; it must be True or False"),
         ({"dtype": "float64"}, "dtype is 'float64'; it must be one of auto, float32, bfloat16, float16"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not fit .* sizes that fit: 1, 2, 4, 8"),
     ],
@@ -184,7 +206,7 @@ def test_stop_strings_without_a_tokenizer(models):
         llm.generate({"prompt_token_ids": [1]}, SamplingParams(stop="x"))
 
 
-@pytest.mark.parametrize("ids", [[1.7], 5, ["a"]], ids=str)
+@pytest.mark.parametrize("ids", [[1.7], 5, ["a"], [True], b"ab", {5: 6}], ids=str)
 def test_prompt_ids_that_are_no_integers(models, ids):
     with pytest.raises(ValueError, match="prompt_token_ids must be a list of integers"):
         models("llama").generate({"prompt_token_ids": ids})

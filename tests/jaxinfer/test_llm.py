@@ -220,6 +220,9 @@ def test_the_keywords_vllm_users_know(successor):
         (lambda llm: llm.generate("a", [3]), "sampling_params holds 3; it must be a SamplingParams"),
         (lambda llm: llm.generate("bad \udcff"), "the prompt is not valid Unicode text"),
         (lambda llm: llm.chat([]), "the chat has no messages"),
+        (lambda llm: llm.generate(b"ab"), "prompts is b'ab', which is no list"),
+        (lambda llm: llm.embed("a", normalize="no"), "normalize is 'no'; it must be True or False"),
+        (lambda llm: llm.embed("a", truncate=None), "truncate is None; it must be True or False"),
         (lambda llm: llm.stream("a", 3), "sampling_params is 3, which is no list"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from jaxinfer import SamplingParams
+from jaxinfer import SamplingParams, chat
 from jaxinfer.engine.detokenizer import Detokenizer
 from jaxinfer.tokenizer import Tokenizer
 
@@ -90,6 +90,38 @@ def test_what_the_template_refuses_is_an_error_of_the_request():
         tokenizer.encode_chat(HI)
 
 
+TEMPLATES = {
+    "takes them apart": "{% for part in messages[0].content %}<{{ part.text }}>{% endfor %}",
+    "adds": "{{ messages[0]['content'] + '' }}",
+    "prints": "{{ messages[0].content }}",
+    "trims": "{{ messages[0]['content'] | trim }}",
+    "splits": "{{ messages[0].content.split('x')[0] }}",
+    "drops": "{% if messages[0].content is string %}{{ messages[0].content }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_content_in_parts_is_never_printed_nor_lost(name):
+    content = [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]
+    raw = make_raw(TEMPLATES[name])
+    text = chat.rendered([{"role": "user", "content": content}], lambda t: raw.apply_chat_template(t, tokenize=False))
+    assert text == ("<hi><there>" if name == "takes them apart" else "hi\nthere")
+
+
+def test_what_the_template_leaves_out_is_said(caplog):
+    tokenizer = Tokenizer(make_raw("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"))
+    turns = [{"role": "system", "content": " Be brief. "}, *HI, {"role": "assistant", "content": "ho"}, *HI]
+    assert tokenizer.decode(tokenizer.encode_chat(turns)) == "hihi"
+    [record] = caplog.records
+    assert record.getMessage() == "the model's chat template leaves out message 0, of the role system"
+
+
+@pytest.mark.parametrize("fault", ["1 / 0", "messages[0].content + 1", "messages[7].content.x"])
+def test_any_fault_of_a_template_is_an_error_of_the_request(fault):
+    with pytest.raises(ValueError, match="chat template refuses these messages"):
+        Tokenizer(make_raw("{{ " + fault + " }}")).encode_chat(HI)
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -101,6 +133,9 @@ def test_what_the_template_refuses_is_an_error_of_the_request():
         ([{}], "message 0 has no role and no content"),
         ([{"role": 1, "content": "x"}], "message 0 has role 1; it must be a string"),
         ([{"role": "user", "content": 3}], "message 0 has content of type int; it must be a string"),
+        ([{"role": "user", "content": None}], "message 0 has content of type NoneType; .* holds tool calls"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 has the part .*; only text is read"),
+        ([{"role": "user", "content": ["hi"]}], "message 0 has the part 'hi'; only text"),
     ],
 )
 def test_malformed_messages(tokenizer, messages, message):
