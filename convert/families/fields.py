@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 
@@ -50,6 +50,23 @@ class Fields:
             raise ValueError(f"{self.where}: '{name}' is {value!r}; it must be a positive integer")
         return value
 
+    def group_size(self, *names: str) -> int | None:
+        """Inputs that share a scale, by any of these names; -1: all of them; None: it is not said."""
+        size = self.agreed(*names)
+        if size is not None and (type(size) is not int or (size < 1 and size != -1)):
+            raise ValueError(f"{self.where}: {names[0]!r} is {size!r}; it must be a positive integer, or -1")
+        return size
+
+    def agreed(self, *names: str) -> Any:
+        """What fields of these names say, those that are absent or null left out; None if all are. Raises ValueError
+        if they contradict each other.
+        """
+        said = {name: value for name in names if (value := self.get(name)) is not None}
+        values = list(said.values())
+        if any(value != values[0] for value in values):
+            raise ValueError(f"{self.where}: {' and '.join(map(repr, said))} contradict each other: {values}")
+        return values[0] if values else None
+
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number. Raises ValueError for anything else, or if absent without a default."""
         value = self.get(name, default)
@@ -64,11 +81,11 @@ class Fields:
             raise ValueError(f"{self.where}: '{name}' is {value!r}; it must be true or false")
         return value
 
-    def choice(self, name: str, value: Any, choices: Mapping[str, Any]) -> Any:
+    def choice(self, name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
         """`choices[value]`. Raises ValueError naming the supported values."""
-        if value not in choices:
+        if not isinstance(value, Hashable) or value not in choices:
             raise ValueError(
-                f"{self.where}: '{name}' is {value!r}, which is not supported; supported: {_join(choices)}"
+                f"{self.where}: '{name}' is {value!r}, which is not supported; supported: {_join(map(str, choices))}"
             )
         return choices[value]
 

@@ -6,23 +6,35 @@ A family's table asks for `X.weight`; where the file holds `X.qweight`, `X.scale
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from convert.families.fields import Fields
 from convert.quantized import awq, bitsandbytes, compressed, fp8, gptq, mxfp4
 from convert.quantized.layer import DequantizingReader, Packed
 from convert.tensors import Reader
 
-METHODS: dict[str, Callable[[Reader, Fields], list[Packed]]] = {
-    "gptq": gptq.find,
-    "awq": awq.find,
-    "compressed-tensors": compressed.find,
-    "fp8": fp8.find,
-    "bitsandbytes": bitsandbytes.find,
-    "mxfp4": mxfp4.find,
+
+class Method(Protocol):
+    """A module of a format."""
+
+    NO_EFFECT: str
+    """Fields that may say anything: what they say changes nothing, or the tensors say it as well."""
+
+    def find(self, reader: Reader, fields: Fields) -> list[Packed]:
+        """Every weight that is stored so."""
+        ...
+
+
+METHODS: dict[str, Method] = {
+    "gptq": gptq,
+    "awq": awq,
+    "compressed-tensors": compressed,
+    "fp8": fp8,
+    "bitsandbytes": bitsandbytes,
+    "mxfp4": mxfp4,
 }
-"""`quant_method` of a config's `quantization_config` → its packed weights."""
+"""By `quant_method` of a config's `quantization_config`."""
 
 _UNUSED = tuple(
     f".{tensor}_{kind}" for tensor in ("input", "output", "q", "k", "v") for kind in ("scale", "zero_point", "g_idx")
@@ -34,16 +46,18 @@ def dequantized(reader: Reader, config: Mapping[str, Any] | None, where: str) ->
     """The reader with every packed weight presented as one of floats; itself if `config`, the model's
     `quantization_config`, is None.
 
-    Raises ValueError for a method that is not supported, settings that change the result and are not handled, and
-    tensors that are missing or do not fit each other.
+    Raises ValueError for a method that is not supported, settings that are not known or contradict each other or the
+    tensors, and tensors that are missing or do not fit each other.
     """
     if config is None:
         return reader
     if not isinstance(config, Mapping):
         raise ValueError(f"{where}: 'quantization_config' is {config!r}; it must be an object")
     fields = Fields(config, f"{where}: quantization_config")
-    find = fields.choice("quant_method", fields.get("quant_method"), METHODS)
-    packed = find(reader, fields)
+    method = fields.choice("quant_method", fields.get("quant_method"), METHODS)
+    packed = method.find(reader, fields)
+    fields.ignore((*method.NO_EFFECT.split(), *(name for name, value in config.items() if not value)))  # what is off
+    fields.finish()
     if not packed:
         raise ValueError(f"{where}: 'quantization_config' says {config['quant_method']}, but no weight is stored so")
     return DequantizingReader(reader, packed, [name for name in reader.tensors if name.endswith(_UNUSED)])

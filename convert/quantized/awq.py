@@ -14,31 +14,49 @@ from convert.quantized.layer import GROUP_SIZES, LowBit, LowRows, Packed, Rows, 
 from convert.quantized.packing import FLOAT_SCALES, unpack_columns
 from convert.tensors import Reader, whole
 
+NO_EFFECT = """
+    backend do_fuse exllama_config fuse_max_seq_len lm_head meta modules_to_fuse modules_to_not_convert true_sequential
+"""
 _ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 
 
 def find(reader: Reader, fields: Fields) -> list[Packed]:
     """Every projection that is stored so."""
-    fields.expect("bits", 4)
-    version = fields.get("version", "gemm")
+    bits = fields.agreed("bits", "w_bit")
+    fields.choice("bits", 4 if bits is None else bits, {4: None})
+    version = fields.agreed("version", "checkpoint_format", "format") or "gemm"
     fields.choice("version", version.lower() if isinstance(version, str) else version, {"gemm": None})
-    asymmetric = fields.boolean("zero_point", True)
-    return [_packed(reader, prefix, asymmetric) for prefix in with_suffix(reader, ".qweight")]
+    asymmetric = fields.boolean("zero_point", not fields.boolean("sym", False))
+    if asymmetric == fields.boolean("sym", not asymmetric):
+        raise ValueError(f"{fields.where}: 'zero_point' and 'sym' contradict each other: both are {asymmetric}")
+    fields.expect("desc_act", False, None)
+    fields.expect("pack_dtype", "int32", None)
+    group_size = fields.group_size("group_size", "q_group_size")
+    return [_packed(reader, prefix, asymmetric, group_size) for prefix in with_suffix(reader, ".qweight")]
 
 
-def _packed(reader: Reader, prefix: str, asymmetric: bool) -> Packed:
+def _packed(reader: Reader, prefix: str, asymmetric: bool, group_size: int | None) -> Packed:
     names = [f"{prefix}.{name}" for name in ("qweight", "qzeros", "scales")]
     inputs, words = part(reader, names[0], ("I32",), (None, None)).shape
     groups, outputs = part(reader, names[2], FLOAT_SCALES, (None, 8 * words)).shape
-    if asymmetric:
+    if stored := asymmetric or names[1] in reader.tensors:
         part(reader, names[1], ("I32",), (groups, words))
     if inputs % groups:
         raise ValueError(f"{names[2]} has {groups} groups, which do not divide {inputs} inputs")
+    if group_size not in (None, inputs // groups) and (group_size, groups) != (-1, 1):
+        raise ValueError(f"{names[2]} has {groups} groups of {inputs} inputs; 'group_size' is {group_size}")
+
+    def read_zeros() -> np.ndarray:
+        """[groups, words], as stored."""
+        middle = np.full((groups, words), 0x88888888, np.uint32).view(np.int32)
+        zeros = whole(reader, names[1]) if stored else middle
+        if not asymmetric and not np.array_equal(zeros, middle):
+            raise ValueError(f"{names[1]} holds other zero points than 8, though the config says that there are none")
+        return zeros
 
     def open_() -> Rows:
         packed, scales = whole(reader, names[0]), read_float(reader, names[2])
-        middle = np.full((groups, words), 0x88888888, np.uint32)
-        zeros = whole(reader, names[1]) if asymmetric else middle
+        zeros = read_zeros()
 
         def rows(start: int, stop: int) -> np.ndarray:
             first, last = start // 8, -(-stop // 8)
@@ -53,7 +71,7 @@ def _packed(reader: Reader, prefix: str, asymmetric: bool) -> Packed:
 
     def open_low() -> LowRows:
         packed, scales = whole(reader, names[0]), read_float(reader, names[2]).T
-        zeros = _outputs(whole(reader, names[1])).T - np.float32(8) if asymmetric else np.zeros_like(scales)
+        zeros = _outputs(read_zeros()).T - np.float32(8)
 
         def rows(start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             first, last = start // 8, -(-stop // 8)

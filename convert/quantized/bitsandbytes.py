@@ -20,6 +20,11 @@ from convert.quantized.scaled import low_bit, scaled_rows
 from convert.shards import load_json
 from convert.tensors import Reader, whole
 
+NO_EFFECT = """
+    _load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant
+    llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold load_in_4bit
+    load_in_8bit
+"""
 _STATE = ".quant_state.bitsandbytes__"
 _KINDS = ("nf4", "fp4")
 
@@ -28,13 +33,18 @@ def find(reader: Reader, fields: Fields) -> list[Packed]:
     """Every projection that is stored so."""
     fields.expect("bnb_4bit_quant_storage", "uint8", None)
     four = [_four_bit(reader, name, kind) for kind in _KINDS for name in with_suffix(reader, _STATE + kind)]
-    return four + [_eight_bit(reader, prefix) for prefix in with_suffix(reader, ".SCB")]
+    eight = [_eight_bit(reader, prefix) for prefix in with_suffix(reader, ".SCB")]
+    kinds = {packed.kind.split()[0] for packed in four}
+    if four and (said := fields.get("bnb_4bit_quant_type")) not in (None, *kinds):
+        raise ValueError(f"{fields.where}: 'bnb_4bit_quant_type' is {said!r}, but weights are stored in {kinds}")
+    return four + eight
 
 
 def _four_bit(reader: Reader, name: str, kind: str) -> Packed:
     state_name = f"{name}{_STATE}{kind}"
     part(reader, state_name, ("U8",), (None,))
     state = Fields(load_json(whole(reader, state_name).tobytes(), state_name), state_name)
+    state.expect("quant_type", kind)
     shape = tuple(state.get("shape") or ())
     if len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
         raise ValueError(f"{state_name}: 'shape' is {list(shape)}; it must be two positive integers")

@@ -10,7 +10,7 @@ What is said of activations (W8A8) is not used: they are not rounded here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ import numpy as np
 from convert.families.fields import Fields
 from convert.quantized.layer import GROUP_SIZES, LowBit, LowRows, Packed, Rows, part, present, read_float, with_suffix
 from convert.quantized.packing import FLOAT_SCALES, unpack_columns, unpack_rows
-from convert.quantized.scaled import block_of, low_bit, scaled_rows, two_dimensional
+from convert.quantized.scaled import block_of, is_block, low_bit, scaled_rows, two_dimensional
 from convert.tensors import Reader, whole
 
+NO_EFFECT = "global_compression_ratio ignore kv_cache_scheme run_compressed version"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 
 
@@ -30,31 +31,88 @@ def find(reader: Reader, fields: Fields) -> list[Packed]:
     fields.expect("quantization_status", "compressed", "frozen")
     fields.expect("transform_config", None, {})
     sparsity = fields.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
-        raise ValueError(f"{fields.where}: 'sparsity_config' has the format {sparsity['format']!r}; only dense is read")
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise ValueError(f"{fields.where}: 'sparsity_config' is {sparsity!r}; only the format 'dense' is read")
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"{fields.where}: 'config_groups' is {groups!r}; it must say how weights are stored")
-    schemes = [_weights(group, fields.where) for group in groups.values()]
-    bits = {scheme["num_bits"] for scheme in schemes}
-    packed = [_integers(reader, prefix, bits) for prefix in with_suffix(reader, ".weight_packed")]
-    blocks = {tuple(s["block_structure"]) for s in schemes if s.get("strategy") == "block"}
+    schemes = [_scheme(group, f"{fields.where}, config_groups, {name}") for name, group in groups.items()]
+    packed = [_integers(reader, prefix, schemes) for prefix in with_suffix(reader, ".weight_packed")]
     prefixes = [p for p in with_suffix(reader, ".weight_scale") if f"{p}.weight" in reader.tensors]
-    return [*packed, *(_eight_bit(reader, prefix, blocks) for prefix in prefixes)]
+    return [*packed, *(_eight_bit(reader, prefix, schemes) for prefix in prefixes)]
 
 
-def _weights(group: Any, where: str) -> Mapping[str, Any]:
-    weights = group.get("weights") if isinstance(group, dict) else None
-    if not isinstance(weights, dict) or weights.get("num_bits") not in (4, 8):
-        raise ValueError(f"{where}: a group of 'config_groups' has weights {weights!r}; 4 and 8 bits are read")
-    return weights
+@dataclass(frozen=True)
+class _Scheme:
+    """How the weights of one of `config_groups` are stored."""
+
+    bits: int
+    integers: bool
+    strategy: str | None
+    group_size: int | None
+    block: tuple[int, int] | None
+    ordered: bool
+    """Whether inputs are in groups that X.weight_g_idx names."""
+
+    def scales(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """[rows, columns] of a weight's scales; None: not said."""
+        outputs, inputs = shape
+        if self.strategy == "block" and self.block is not None:
+            return -(-outputs // self.block[0]), -(-inputs // self.block[1])
+        if self.strategy == "group" and self.group_size is not None:
+            return outputs, -(-inputs // self.group_size)
+        return {"tensor": (1, 1), "channel": (outputs, 1)}.get(self.strategy or "")
 
 
-def _integers(reader: Reader, prefix: str, allowed: set[int]) -> Packed:
+_STRATEGIES = ("tensor", "channel", "group", "block")
+
+
+def _scheme(group: Any, where: str) -> _Scheme:
+    """Raises ValueError for what is not read, or says too little."""
+    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+        raise ValueError(f"{where}: 'weights' must say how weights are stored; got {group!r:.100}")
+    outer = Fields(group, where)
+    if outer.get("format") is not None:
+        outer.choice("format", outer.get("format"), dict.fromkeys(_FORMATS))
+    outer.ignore(("targets", "weights", "input_activations", "output_activations"))
+    outer.finish()
+    fields = Fields(group["weights"], f"{where}, weights")
+    fields.choice("num_bits", bits := fields.get("num_bits"), {4: None, 8: None})
+    kind = fields.choice("type", fields.get("type", "int"), {"int": True, "float": False})
+    if not kind and bits == 4:
+        raise ValueError(f"{fields.where}: 'num_bits' is 4 of 'type' float, which is not supported")
+    strategy = fields.get("strategy")
+    if strategy is not None:
+        fields.choice("strategy", strategy, dict.fromkeys(_STRATEGIES))
+    size, block = fields.group_size("group_size"), fields.get("block_structure")
+    if (strategy == "group" and size in (None, -1)) or (strategy == "block" and not is_block(block)):
+        raise ValueError(f"{fields.where}: 'strategy' is {strategy}, 'group_size' {size}, 'block_structure' {block}")
+    fields.expect("dynamic", False, None)
+    fields.expect("is_mx", False, None)
+    order = fields.get("actorder")
+    ordered = order is not None and fields.choice("actorder", order, _ORDERS)
+    fields.ignore(("observer", "observer_kwargs", "symmetric", "scale_dtype", "zp_dtype"))
+    fields.finish()
+    return _Scheme(bits, kind, strategy, size, tuple(block) if strategy == "block" else None, ordered)
+
+
+_ORDERS = {"group": True, "dynamic": True, True: True, "weight": False, "static": False, False: False}
+"""`actorder` → whether each input names its group."""
+
+
+def _check_scales(stored: tuple[int, int], shape: tuple[int, ...], schemes: list[_Scheme], name: str) -> None:
+    """Raises ValueError if no scheme is of such scales."""
+    said = [scheme.scales(shape) for scheme in schemes]
+    if None not in said and stored not in said:
+        raise ValueError(f"{name} is {list(stored)}, which contradicts 'config_groups': {said}")
+
+
+def _integers(reader: Reader, prefix: str, schemes: list[_Scheme]) -> Packed:
     names = {name: f"{prefix}.weight_{name}" for name in ("packed", "scale", "shape", "zero_point", "g_idx")}
     outputs, words = part(reader, names["packed"], ("I32",), (None, None)).shape
     part(reader, names["shape"], ("I64", "I32"), (2,))
     shape = tuple(int(size) for size in whole(reader, names["shape"]))
+    allowed = {scheme.bits for scheme in schemes if scheme.integers}
     fitting = [bits for bits in allowed if shape[0] == outputs and words == -(-shape[1] * bits // 32)]
     if len(fitting) != 1:
         raise ValueError(
@@ -63,10 +121,12 @@ def _integers(reader: Reader, prefix: str, allowed: set[int]) -> Packed:
         )
     (bits,), inputs = fitting, shape[1]
     _, groups = part(reader, names["scale"], FLOAT_SCALES, (outputs, None)).shape
+    schemes = [scheme for scheme in schemes if scheme.bits == bits]
+    _check_scales((outputs, groups), shape, schemes, names["scale"])
     zero_words = -(-outputs * bits // 32)
     if asymmetric := names["zero_point"] in reader.tensors:
         part(reader, names["zero_point"], ("I32",), (zero_words, groups))
-    if mixed := names["g_idx"] in reader.tensors:
+    if mixed := names["g_idx"] in reader.tensors or all(scheme.ordered for scheme in schemes):
         part(reader, names["g_idx"], ("I32", "I64"), (inputs,))
     elif inputs % groups:
         raise ValueError(f"{names['scale']} has {groups} groups, which do not divide {inputs} inputs")
@@ -108,13 +168,16 @@ def _integers(reader: Reader, prefix: str, allowed: set[int]) -> Packed:
     return Packed(f"{prefix}.weight", (outputs, inputs), kind, parts, open_, low)
 
 
-def _eight_bit(reader: Reader, prefix: str, blocks: set[tuple[int, int]]) -> Packed:
+def _eight_bit(reader: Reader, prefix: str, schemes: list[_Scheme]) -> Packed:
     name, scale, zero = f"{prefix}.weight", f"{prefix}.weight_scale", f"{prefix}.weight_zero_point"
     info = part(reader, name, ("I8", "F8_E4M3"), (None, None))
     size = two_dimensional(part(reader, scale, FLOAT_SCALES).shape)
-    outputs, inputs = info.shape
-    fitting = [block for block in blocks if size == (-(-outputs // block[0]), -(-inputs // block[1]))]
-    block = fitting[0] if fitting else block_of(info.shape, size, scale)
+    fitting = [s for s in schemes if s.bits == 8 and s.integers == (info.dtype == "I8")]
+    if not fitting:
+        raise ValueError(f"{name} is {info.dtype}, which contradicts 'config_groups'")
+    _check_scales(size, info.shape, fitting, scale)
+    blocks = [scheme.block for scheme in fitting if scheme.block is not None and scheme.scales(info.shape) == size]
+    block = blocks[0] if blocks else block_of(info.shape, size, scale)
     if asymmetric := zero in reader.tensors:
         part(reader, zero, ("I8", "F8_E4M3"), reader.tensors[scale].shape)
 

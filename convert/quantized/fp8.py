@@ -7,14 +7,15 @@ output. In spite of the name, weight = stored · scale in both.
 
 from __future__ import annotations
 
-from typing import Any
-
 from convert.families.fields import Fields
 from convert.quantized.layer import Packed, Rows, part, read_float
 from convert.quantized.packing import FLOAT_SCALES
-from convert.quantized.scaled import block_of, low_bit, scaled_rows, two_dimensional
+from convert.quantized.scaled import block_of, is_block, low_bit, scaled_rows, two_dimensional
 from convert.tensors import Reader
 
+NO_EFFECT = """
+    activation_scheme dequantize ignored_layers kv_cache_quant_method kv_cache_scheme modules_to_not_convert scale_fmt
+"""
 _SUFFIXES = ("_scale_inv", "_scale")
 
 
@@ -22,7 +23,7 @@ def find(reader: Reader, fields: Fields) -> list[Packed]:
     """Every projection that is stored so."""
     fields.expect("fmt", "e4m3", "float8_e4m3fn", None)
     size = fields.get("weight_block_size")
-    if size is not None and not _is_block(size):
+    if size is not None and not is_block(size):
         raise ValueError(f"{fields.where}: 'weight_block_size' is {size!r}; it must be two positive integers")
     stored = [name for name, info in reader.tensors.items() if info.dtype == "F8_E4M3"]
     return [_packed(reader, name, tuple(size) if size else None) for name in stored]
@@ -42,7 +43,3 @@ def _packed(reader: Reader, name: str, block: tuple[int, int] | None) -> Packed:
 
     low = low_bit(reader, name, lambda: read_float(reader, scale), size)
     return Packed(name, shape, "fp8", (name, scale), open_, low)
-
-
-def _is_block(size: Any) -> bool:
-    return isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)

@@ -13,6 +13,7 @@ from convert.families.fields import Fields
 from convert.quantized.layer import LowBit, LowRows, Packed, Rows, part, with_suffix
 from convert.tensors import Reader
 
+NO_EFFECT = "dequantize modules_to_not_convert"
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 """Of the 16 codes."""

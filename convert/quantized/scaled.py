@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -63,3 +64,8 @@ def two_dimensional(shape: tuple[int, ...]) -> tuple[int, int]:
     """Of scales: [] and [1] are one for all, [outputs] one for each output."""
     size = [*shape, 1, 1][:2]
     return size[0], size[1]
+
+
+def is_block(size: Any) -> bool:
+    """Whether it is [rows, columns], as a config says it."""
+    return isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)

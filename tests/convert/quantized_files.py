@@ -28,10 +28,10 @@ def random_scales(rng, *shape):
     return (0.01 + rng.random(shape) / 40).astype(np.float32)
 
 
-def gptq(outputs, inputs, rng, *, bits=4, act_order=False, version=1, group=GROUP, symmetric=False):
+def gptq(outputs, inputs, rng, *, bits=4, act_order=False, version=1, group=GROUP, symmetric=False, least=1):
     groups = inputs // group
     q = rng.integers(0, 2**bits, (inputs, outputs))
-    zero = rng.integers(1, 2**bits, (groups, outputs))
+    zero = rng.integers(least, 2**bits, (groups, outputs))
     if symmetric:
         zero[:] = 2 ** (bits - 1)
     scale = random_scales(rng, groups, outputs).astype(np.float16)

@@ -45,9 +45,13 @@ def partial(maker, **options):
 
 
 INT8 = compressed("int-quantized", num_bits=8, strategy="channel")
-FP8 = compressed("float-quantized", num_bits=8, strategy="tensor")
-BLOCKS = compressed("float-quantized", num_bits=8, strategy="block", block_structure=[48, 40])
+INT8_TENSOR = compressed("int-quantized", num_bits=8, strategy="tensor")
+INT8_GROUPS = compressed("int-quantized", num_bits=8, strategy="group", group_size=32)
+FP8 = compressed("float-quantized", num_bits=8, type="float", strategy="channel")
+FP8_TENSOR = compressed("float-quantized", num_bits=8, type="float", strategy="tensor")
+BLOCKS = compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[48, 40])
 INT4 = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32)
+ORDERED = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, actorder="group")
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 40], "activation_scheme": "dynamic"}
 CASES = {
     **{f"gptq{bits}": ({**GPTQ, "bits": bits}, partial(files.gptq, bits=bits)) for bits in (2, 3, 4, 8)},
@@ -65,11 +69,11 @@ CASES = {
     ),
     "int8": (INT8, files.compressed_int8),
     "int8_zeros": (INT8, partial(files.compressed_int8, zeros=True)),
-    "int8_tensor": (INT8, partial(files.compressed_int8, each="tensor")),
-    "int8_groups": (INT8, partial(files.compressed_int8, each="group")),
-    "int8_groups_zeros": (INT8, partial(files.compressed_int8, each="group", zeros=True)),
+    "int8_tensor": (INT8_TENSOR, partial(files.compressed_int8, each="tensor")),
+    "int8_groups": (INT8_GROUPS, partial(files.compressed_int8, each="group")),
+    "int8_groups_zeros": (INT8_GROUPS, partial(files.compressed_int8, each="group", zeros=True)),
     "fp8": (FP8, files.fp8),
-    "fp8_tensor": (FP8, partial(files.fp8, each="tensor")),
+    "fp8_tensor": (FP8_TENSOR, partial(files.fp8, each="tensor")),
     "fp8_blocks": (BLOCKS, partial(files.fp8, each="block")),
     "deepseek": (DEEPSEEK, partial(files.fp8, each="block", suffix="_scale_inv")),
     "deepseek_e8m0": (
@@ -227,6 +231,43 @@ def test_files_of_the_libraries_themselves(name, config):
         np.testing.assert_array_equal(reader.read(weight, 1, 4), whole(reader, weight)[1:4])
 
 
+def of_one(config, parts):
+    """The weight x as `config` has it read."""
+    reader = dequantized(Memory({f"x{name}": array for name, array in parts.items()}), config, "config.json")
+    return whole(reader, "x.weight")
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zero_points_of_zero_borrow_from_their_neighbours(bits):
+    """Version 1 subtracts 1 in every place of a word at once."""
+    parts, meant = files.gptq(48, 64, np.random.default_rng(0), bits=bits, version=2, least=0)
+    words = parts[".qzeros"].view(np.uint32)
+    assert (words & np.uint32(2**bits - 1) == 0).any()
+    parts[".qzeros"] = (words - np.uint32((2**32 - 1) // (2**bits - 1))).view(np.int32)
+    np.testing.assert_array_equal(of_one({**GPTQ, "bits": bits}, parts), meant)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("said", ["gptq", "gptq_v2"])
+def test_symmetric_zero_points_are_the_middle_whatever_the_version(bits, version, said):
+    parts, meant = files.gptq(32, 64, np.random.default_rng(0), bits=bits, version=version, symmetric=True)
+    np.testing.assert_array_equal(of_one({**GPTQ, "sym": True, "bits": bits, "checkpoint_format": said}, parts), meant)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"format": "gptq_v2"},
+        {"format": "gptq_v2", "checkpoint_format": None, "adapter": None, "rotation": None},
+        {"checkpoint_format": "gptq_v2", "group_size": None, "dynamic": {"-:lm_head": {}, "+:x": {}}},
+    ],
+)
+def test_one_setting_is_said_in_several_ways(own):
+    parts, meant = files.gptq(32, 64, np.random.default_rng(0), version=2)
+    np.testing.assert_array_equal(of_one({**GPTQ, "bits": 4, **own}, parts), meant)
+
+
 def test_rows_that_start_within_a_byte():
     parts, meant = files.bnb4(4, 7, np.random.default_rng(0), block=8)
     reader = dequantized(Memory({f"x{name}": array for name, array in parts.items()}), BNB, "config.json")
@@ -280,7 +321,13 @@ def test_a_packed_weight_is_read_once(tmp_path):
         ({**GPTQ, "bits": 5}, "'bits' is 5, which is not supported; supported: 2, 3, 4, 8"),
         ({**GPTQ, "bits": 4, "checkpoint_format": "marlin"}, "'checkpoint_format' is 'marlin'"),
         ({**GPTQ, "bits": 4, "is_marlin_format": True}, "'is_marlin_format' is True"),
-        ({**GPTQ, "bits": 4, "dynamic": {"-:x": {}}}, "'dynamic' is"),
+        ({**GPTQ, "bits": 4, "dynamic": {"-:x": {}, "y": {"bits": 8}}}, "'dynamic' is"),
+        ({**GPTQ, "bits": 4, "checkpoint_format": "gptq", "format": "gptq_v2"}, "contradict each other"),
+        ({**GPTQ, "bits": 4, "desc_act": "yes"}, "'desc_act' is 'yes'; it must be true or false"),
+        ({**GPTQ, "bits": 4, "group_size": 0}, "'group_size' is 0; it must be a positive integer, or -1"),
+        ({**GPTQ, "bits": 3, "meta": {"quantizer": ["gptqmodel:1.4"]}}, "zero points of 3 bits in two ways"),
+        ({**AWQ, "w_bit": 3}, "'bits' and 'w_bit' contradict each other"),
+        ({**AWQ, "sym": True}, "'zero_point' and 'sym' contradict each other"),
         ({**GPTQ, "bits": 4, "pack_dtype": "int8"}, "'pack_dtype' is 'int8'"),
         ({**AWQ, "version": "gemv"}, "'version' is 'gemv'"),
         ({**AWQ, "bits": 3}, "'bits' is 3"),
@@ -290,9 +337,9 @@ def test_a_packed_weight_is_read_once(tmp_path):
         ({**DEEPSEEK, "fmt": "e5m2"}, "'fmt' is 'e5m2'"),
         ({**INT4, "format": "marlin-24"}, "'format' is 'marlin-24'"),
         ({**INT4, "transform_config": {"config_groups": {}}}, "'transform_config' is"),
-        ({**INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "the format 'sparse-24-bitmask'; only dense"),
-        (compressed("pack-quantized", num_bits=3), "'num_bits': 3}; 4 and 8 bits are read"),
-        ({**INT4, "config_groups": {"a": 3}}, "has weights None"),
+        ({**INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "only the format 'dense' is read"),
+        (compressed("pack-quantized", num_bits=3), "'num_bits' is 3, which is not supported; supported: 4, 8"),
+        ({**INT4, "config_groups": {"a": 3}}, "'weights' must say how weights are stored"),
         ({**INT4, "config_groups": None}, "'config_groups' is None"),
         ({**INT4, "quantization_status": "calibration"}, "'quantization_status' is 'calibration'"),
         ({**BNB, "bnb_4bit_quant_storage": "float16"}, "'bnb_4bit_quant_storage' is 'float16'"),
@@ -309,8 +356,9 @@ def damaged(maker, change, **options):
     return Memory({f"x{name}": array for name, array in parts.items()})
 
 
-def cut(name, *slices):
-    return lambda parts: parts.update({name: np.ascontiguousarray(parts[name][slices])})
+def cut(name=None, *slices):
+    """Without a name: nothing."""
+    return lambda parts: parts.update({name: np.ascontiguousarray(parts[name][slices])} if name else {})
 
 
 def replaced(name, value):
@@ -330,11 +378,28 @@ STATE = ".weight.quant_state.bitsandbytes__nf4"
         ({**GPTQ, "bits": 4}, files.gptq, cut(".g_idx", FIRST), r"x\.g_idx is I32 \[1\]; expected I32 \[64\]"),
         ({**GPTQ, "bits": 4}, files.gptq, replaced(".g_idx", np.full(64, 2, np.int32)), r"g_idx names groups beyond"),
         ({**GPTQ, "bits": 4}, files.gptq, replaced(".qweight", np.zeros((8, 32))), "x.qweight is F64"),
+        ({**GPTQ, "bits": 4, "group_size": 64}, files.gptq, cut(), "2 groups of 64 inputs; 'group_size' is 64"),
+        ({**GPTQ, "bits": 4, "group_size": -1}, files.gptq, cut(), "2 groups of 64 inputs; 'group_size' is 64"),
+        ({**GPTQ, "bits": 4, "desc_act": True}, files.gptq, lambda p: p.pop(".g_idx"), "there is no tensor x.g_idx"),
+        ({**GPTQ, "bits": 4, "sym": True}, files.gptq, cut(), "zero points than 8, though 'sym' is true"),
+        ({**GPTQ, "bits": 4, "rotation": "hadamard"}, files.gptq, cut(), "fields not understood: 'rotation'"),
+        ({**DEEPSEEK, "e": 1}, partial(files.fp8, each="block", suffix="_scale_inv"), cut(), "not understood: 'e'"),
+        ({**AWQ, "zero_point": False}, files.awq, cut(), "other zero points than 8, though the config says"),
+        ({**AWQ, "group_size": 64}, files.awq, cut(), "2 groups of 64 inputs; 'group_size' is 64"),
         (AWQ, files.awq, cut(".qzeros", FIRST), r"x\.qzeros is I32 \[1, 4\]; expected I32 \[2, 4\]"),
         (INT4, files.compressed_packed, replaced(".weight_shape", np.array([32, 40])), r"is no \[32, 40\] of"),
         (INT4, files.compressed_packed, cut(".weight_scale", FIRST), r"x\.weight_scale is F32 \[1, 2\]"),
-        (INT8, files.compressed_int8, replaced(".weight_scale", np.ones((7, 1), np.float32)), "does not fit a weight"),
-        (INT8, files.compressed_int8, replaced(".weight_scale", np.ones((32, 5), np.float32)), "does not fit a weight"),
+        (INT8, files.compressed_int8, replaced(".weight_scale", np.ones((7, 1), np.float32)), "which contradicts"),
+        (INT8, files.compressed_int8, replaced(".weight_scale", np.ones((32, 5), np.float32)), "which contradicts"),
+        (ORDERED, files.compressed_packed, cut(), "there is no tensor x.weight_g_idx"),
+        (INT8, files.fp8, cut(), r"x\.weight is F8_E4M3, which contradicts 'config_groups'"),
+        (
+            compressed("pack-quantized", num_bits=4, strategy="group", group_size=64),
+            files.compressed_packed,
+            cut(),
+            r"x\.weight_scale is \[32, 2\], which contradicts 'config_groups': \[\(32, 1\)\]",
+        ),
+        ({**BNB, "bnb_4bit_quant_type": "fp4"}, files.bnb4, cut(), "'bnb_4bit_quant_type' is 'fp4', but weights are"),
         (DEEPSEEK, files.fp8, lambda p: p.pop(".weight_scale"), r"there is no tensor x\.weight_scale_inv"),
         (BNB, files.bnb4, cut(".weight", FIRST), r"x\.weight is U8 \[1, 1\]; expected U8 \[1024, 1\]"),
         (BNB, files.bnb4, cut(".weight.absmax", FIRST), r"x\.weight\.absmax is F32 \[1\]"),
