@@ -12,7 +12,17 @@ from pallas_kernels import choice
 from pallas_kernels.formats import QuantizedArray
 from pallas_kernels.fused_mlp import xla
 from pallas_kernels.fused_mlp.activations import NAMES, Activation, activate, erf
-from pallas_kernels.fused_mlp.config import BUSY, SPLIT_INPUTS, STREAMED_TOKENS, TiledConfig, stream_config, tiled_busy
+from pallas_kernels.fused_mlp.cluster import clustered
+from pallas_kernels.fused_mlp.config import (
+    BUSY,
+    CLUSTERED_TOKENS,
+    SPLIT_INPUTS,
+    STREAMED_TOKENS,
+    TiledConfig,
+    cluster_config,
+    stream_config,
+    tiled_busy,
+)
 from pallas_kernels.fused_mlp.stream import stream
 from pallas_kernels.fused_mlp.tiled import tiled
 from pallas_kernels.quant_matmul import quant_matmul
@@ -94,13 +104,16 @@ def down(
     if isinstance(weight, QuantizedArray):
         return xla.added(quant_matmul(hidden, weight, **options), residual, bias)
     obstacle = _obstacle(hidden, weight.dtype, outputs[-1], target)
-    if obstacle is None and hidden.shape[0] > STREAMED_TOKENS:
-        obstacle = f"over {STREAMED_TOKENS} tokens XLA's matmul, which adds the residual itself, is as fast"
-    loses = None if obstacle else down_loses(hidden.shape[0], hidden.shape[1], outputs[-1], target.cores)
+    if obstacle is None and hidden.shape[0] > CLUSTERED_TOKENS:
+        obstacle = f"over {CLUSTERED_TOKENS} tokens XLA's matmul, which adds the residual itself, is as fast"
+    loses = None if obstacle else down_loses(hidden.shape[0], hidden.shape[1], outputs[-1], target)
     if choice.resolve("down", implementation, obstacle, loses) == "xla":
         return xla.down(hidden, weight, residual, bias)
     tokens, hidden = hidden.shape[0], _whole_tiles(hidden)
     residual = None if residual is None else _whole_tiles(residual)
+    if tokens > STREAMED_TOKENS:
+        shared = cluster_config(hidden.shape[0], hidden.shape[1], outputs[-1], target.cores)
+        return clustered(hidden, weight, bias, residual, config=shared, interpret=interpret)[:tokens]
     config = stream_config(hidden.shape[0], hidden.shape[1], 1, outputs[-1], target.cores)
     bias = None if bias is None else bias[None]
     out = stream(hidden, weight[:, None], bias, residual, activation=None, config=config, interpret=interpret)
@@ -157,8 +170,11 @@ def gate_up_loses(tokens: int, parts: int, mlp: int, cores: int) -> str | None:
     return f"its tiles keep only {share:.0%} of the multiprocessors busy" if share < BUSY else None
 
 
-def down_loses(tokens: int, inputs: int, outputs: int, cores: int) -> str | None:
+def down_loses(tokens: int, inputs: int, outputs: int, target: Target) -> str | None:
     """The same of down."""
+    cores = target.cores
+    if tokens > STREAMED_TOKENS:
+        return None if target.untimed else f"over {STREAMED_TOKENS} tokens it was not timed yet"
     if inputs < SPLIT_INPUTS:
         tiles = outputs // 64
         known = inputs >= 4096 and 64 <= tiles <= cores

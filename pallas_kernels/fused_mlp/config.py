@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 SHARED_MEMORY = 226 * 1024
 """Bytes that a block's ring and buffers may take together; barriers come on top."""
 STREAMED_TOKENS = 64
 """Up to here time goes into reading the weights."""
+CLUSTERED_TOKENS = 256
+"""Up to here a projection without a gate has few tiles, and the blocks of a cluster share the work of one."""
 BUSY = 0.8
 """Share of the multiprocessors that tiles must keep busy for a kernel to win; measured with 0.85 and more."""
 
@@ -17,6 +20,9 @@ SPLIT_INPUTS = 8192
 
 SHAPES = {2: ((2, 1), (1, 1), (1, 2)), 1: ((1, 1), (1, 2))}
 """By parts: consumers of a block, blocks of a cluster; the faster first. Clusters of 4 leave multiprocessors idle."""
+
+CLUSTERS = {1: ((2, 4, 1), (3, 4, 1), (1, 2, 2), (1, 1, 2), (1, 1, 1)), 2: ((2, 2, 1), (3, 2, 1), (1, 1, 1))}
+"""By blocks of a cluster with different tokens: consumers, blocks that share inputs, blocks that share x. Not timed."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,40 @@ class TiledConfig:
     """Tiles along the tokens whose columns are done together, so that the L2 cache holds both operands."""
 
 
+@dataclass(frozen=True)
+class ClusterConfig:
+    """For 65 to 256 tokens without a gate: blocks of a cluster share what they read and what they add."""
+
+    rows: int
+    """Tokens of a block: a multiple of 8 · split, up to 256."""
+    consumers: int = 2
+    """Warpgroups that multiply; each has 64 columns of the weights."""
+    split: int = 1
+    """Blocks that share the inputs of a tile."""
+    row_tiles: int = 1
+    """Blocks of a cluster with other tokens: they share the weights that are read."""
+    column_tiles: int = 1
+    """Blocks of a cluster with other columns: they share the part of x that is read."""
+    chunk: int = 64
+    """Inputs that travel together."""
+    stages: int = 4
+    """Chunks in flight."""
+    reuse: bool = True
+    """Whether sums travel to where the chunks were: room for more of these, but all blocks must be done with them."""
+
+    def with_stages(self) -> ClusterConfig:
+        """As many chunks in flight as fit."""
+        sums = 0 if self.reuse or self.split == 1 else self.rows * 64 * 4
+        buffers = self.consumers * (self.rows // self.split * 64 * 2 + sums)
+        chunk_bytes = self.chunk * 2 * (64 * self.consumers + self.rows)
+        return dataclasses.replace(self, stages=(SHARED_MEMORY - buffers) // chunk_bytes)
+
+    @property
+    def registers(self) -> int:
+        """Of a thread of a consumer; the producer leaves them what it does not need."""
+        return min(232, (65536 // 128 - 40) // self.consumers // 8 * 8)
+
+
 def busy(tiles: int, cores: int) -> float:
     """Share of all multiprocessors' time that equal tiles fill."""
     return tiles / (-(-tiles // cores) * cores)
@@ -67,6 +107,20 @@ def stream_config(tokens: int, inputs: int, parts: int, outputs: int, cores: int
     chunk = 128 if inputs % 128 == 0 and chunks >= 6 else 64
     tiles = outputs // (64 * consumers)
     return StreamConfig(rows, consumers, chunk, chunks * 64 // chunk, min(tiles, cores // split), split)
+
+
+def cluster_config(tokens: int, inputs: int, outputs: int, cores: int) -> ClusterConfig:
+    """tokens: up to CLUSTERED_TOKENS; outputs: a multiple of 64."""
+    row_tiles = -(-tokens // 128)
+
+    def occupied(shape: tuple[int, int, int]) -> float:
+        consumers, split, column_tiles = shape
+        fits = outputs % (64 * consumers * column_tiles) == 0 and inputs >= 64 * split
+        return busy(outputs // (64 * consumers) * split * row_tiles, cores) if fits else 0.0
+
+    consumers, split, column_tiles = max(CLUSTERS[row_tiles], key=lambda shape: min(occupied(shape), BUSY))
+    rows = -(-tokens // (row_tiles * 8 * split)) * 8 * split
+    return ClusterConfig(rows, consumers, split, row_tiles, column_tiles).with_stages()
 
 
 def _stream_busy(inputs: int, outputs: int, shape: tuple[int, int], cores: int) -> float:

@@ -90,4 +90,4 @@ def cases() -> list[Case]:
     gate_ups = [gate_up_case(tokens) for tokens in (1, 16, 64, 512, 2048, 8192)]
     small = [quantized_gate_up_case(format, tokens) for format in FORMATS for tokens in (1, 16, 64)]
     gate_ups += [*small, *(quantized_gate_up_case("int8", tokens) for tokens in (128, 256, 2048))]
-    return gate_ups + [down_case(tokens) for tokens in (16, 32, 64)]
+    return gate_ups + [down_case(tokens) for tokens in (16, 32, 64, 128, 256)]

@@ -14,7 +14,8 @@ from pallas_kernels import choice
 from pallas_kernels.formats import quantize
 from pallas_kernels.fused_mlp import activations, down, fused_mlp, gate_up, reference
 from pallas_kernels.fused_mlp.activations import NAMES
-from pallas_kernels.fused_mlp.config import StreamConfig
+from pallas_kernels.fused_mlp.cluster import clustered
+from pallas_kernels.fused_mlp.config import ClusterConfig, StreamConfig, cluster_config
 from pallas_kernels.fused_mlp.stream import stream
 from pallas_kernels.target import CPU, H200
 from tests.pallas_kernels.interpreter import interpreter
@@ -68,7 +69,10 @@ def test_plain_mlp(implementation):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize(("tokens", "residual", "bias"), [(1, True, False), (16, False, True), (61, True, True)])
+@pytest.mark.parametrize(
+    ("tokens", "residual", "bias"),
+    [(1, True, False), (16, False, True), (61, True, True), (65, True, True), (130, False, False)],
+)
 def test_down(implementation, tokens, residual, bias):
     hidden, weight = normal(0, (tokens, 320)), normal(1, (320, 128), size=0.1)
     added = normal(2, (tokens, 128)) if residual else None
@@ -191,6 +195,40 @@ def test_every_way_to_split_the_work(config):
     close(out, reference.gate_up(x, weight) + residual.astype(jnp.float32), "bfloat16")
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        ClusterConfig(rows=64, consumers=2, stages=2, split=4),
+        ClusterConfig(rows=32, consumers=1, stages=3, split=2, row_tiles=2, reuse=False),
+        ClusterConfig(rows=64, consumers=1, stages=2, split=2, column_tiles=2),
+        ClusterConfig(rows=24, consumers=1, stages=2, row_tiles=2, column_tiles=2, chunk=128),
+    ],
+    ids=str,
+)
+def test_every_way_to_share_the_work(config):
+    x, weight, bias, residual = (
+        normal(0, (40, 384)),
+        normal(1, (384, 128), size=0.1),
+        normal(2, (128,)),
+        normal(3, (40, 128)),
+    )
+    with interpreter() as interpret:
+        out = clustered(x, weight, bias, residual, config=config, interpret=interpret)
+        out = np.asarray(out.astype(jnp.float32))
+    close(out, reference.down(x, weight, residual, bias), "bfloat16")
+
+
+@pytest.mark.parametrize("tokens", [65, 96, 127, 128, 130, 192, 200, 256])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (14336, 4096), (8192, 1280), (64, 64)])
+def test_clusters_fit(tokens, inputs, outputs):
+    config = cluster_config(-(-tokens // 8) * 8, inputs, outputs, 132)
+    assert tokens <= config.rows * config.row_tiles < tokens + 8 + 8 * config.split * config.row_tiles
+    assert config.rows % (8 * config.split) == 0
+    assert outputs % (64 * config.consumers * config.column_tiles) == 0
+    assert config.split * config.row_tiles * config.column_tiles <= 8
+    assert config.stages >= 3
+
+
 def test_the_error_function_of_kernels():
     x = jnp.linspace(-6.0, 6.0, 4001)
     np.testing.assert_allclose(activations.erf(x), jax.lax.erf(x), rtol=0, atol=5e-7)
@@ -220,7 +258,12 @@ def test_the_error_function_of_kernels():
             [(16, 1792), (1792, 4096)],
             "it is known to be faster from 4096 inputs with 64 to 132 tiles, not 1792 and 64",
         ),
-        (down, [(65, 14336), (14336, 4096)], "over 64 tokens XLA's matmul, which adds the residual itself, is as fast"),
+        (down, [(65, 14336), (14336, 4096)], "over 64 tokens it was not timed yet"),
+        (
+            down,
+            [(257, 14336), (14336, 4096)],
+            "over 256 tokens XLA's matmul, which adds the residual itself, is as fast",
+        ),
     ],
 )
 def test_what_runs_where(op, shapes, obstacle):

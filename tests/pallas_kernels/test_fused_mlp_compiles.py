@@ -57,3 +57,17 @@ def test_down(tokens, gpu):
     assert [kernel.spilled_bytes for kernel in kernels] == [0]
     sums = 4 * 4096 * 64
     assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * sums
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs", "gpu"),
+    [(65, 14336, 4096, "h100"), (128, 4096, 6144, "h200"), (256, 4096, 4096, "h200"), (200, 4096, 6144, "h100")],
+)
+def test_down_in_clusters(tokens, inputs, outputs, gpu):
+    shapes = [(tokens, inputs), (inputs, outputs), (tokens, outputs), (outputs,)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    op = functools.partial(down, target=H200, implementation="mosaic")
+    compiled, kernels = compile_for_gpu(op, *arrays, gpu=gpu)
+    assert [kernel.spilled_bytes for kernel in kernels] == [0]
+    padded = 2 * (tokens + 8) * (inputs + 2 * outputs) if tokens % 8 else 0
+    assert compiled.memory_analysis().temp_size_in_bytes <= padded
