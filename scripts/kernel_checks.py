@@ -78,6 +78,9 @@ def decodes() -> list[Check]:
         {"head_dim": 96, "page_size": 128, "window": 100, "sinks": True},
         {"head_dim": 192, "page_size": 32, "soft_cap": 3.0},
         {"head_dim": 256, "group": 1, "queries": 8, "window": 300},
+        {"page_size": 16},
+        {"head_dim": 80, "page_size": 16, "queries": 3, "window": 100},
+        {"head_dim": 80, "group": 1, "sinks": True},
     ]
     wide = [case(**chosen) for chosen in options]
     return [*plain, *pages, *wide, *[case(dtype=d, **o) for d in ("int8", "float8_e4m3fn") for o in narrow]]
@@ -125,6 +128,8 @@ def prefills() -> list[Check]:
         {"dtype": "int8"},
         {"dtype": "int8", "head_dim": 96, "page_size": 32, "window": 100},
         {"dtype": "int8", "head_dim": 80, "page_size": 32},
+        {"dtype": "int8", "page_size": 16},
+        {"dtype": "float8_e4m3fn", "head_dim": 80, "page_size": 16, "window": 100},
         {"dtype": "float8_e4m3fn", "head_dim": 64, "page_size": 128, "sinks": True},
         {"dtype": "float8_e4m3fn", "head_dim": 256, "group": 2, "soft_cap": 3.0},
         {"head_dim": 64, "group": 1, "causal": False},

@@ -151,9 +151,9 @@ def sequence_of_token(arrays: dict[str, jax.Array], shape: BatchShape) -> jax.Ar
     return jnp.minimum(found, shape.sequences - 1)
 
 
-type Planner = Callable[[KVPages, int | None, jax.Array, jax.Array], Any]
-"""Pages of a cache group, its window, and query_start and lengths of its sequences → what the attention kernel divides
-its work by; None where XLA attends."""
+type Planner = Callable[[KVPages, int | None, jax.Array, jax.Array, jax.Array], Any]
+"""Pages of a cache group, its window, and block tables, query_start and lengths of its sequences → what the attention
+kernel divides its work by; None where XLA attends."""
 
 
 def attention_planner(
@@ -167,13 +167,13 @@ def attention_planner(
     options: dict[str, Any] = {"q_dtype": dtype, "q_per_kv": config.q_per_kv, "target": target}
     kv_heads = config.num_kv_heads // shards
 
-    def plan(pages: KVPages, window: int | None, query_start: jax.Array, lengths: jax.Array) -> Any:
+    def plan(pages: KVPages, window: int | None, tables: jax.Array, query_start: jax.Array, lengths: jax.Array) -> Any:
         shape_of = (pages.num_pages, kv_heads, pages.page_size, pages.head_dim, pages.dtype)
         mine = abstract_pages(*shape_of, shared=pages.shared)
         if shape.decode:
-            return paged_decode.make_plan(lengths, mine, window=window, **options)
+            return paged_decode.make_plan(lengths, tables, mine, window=window, **options)
         q = jax.ShapeDtypeStruct((shape.tokens, kv_heads, config.q_per_kv, config.head_dim), dtype)
-        if paged_prefill.obstacle(q, mine, target):
+        if paged_prefill.obstacle(q, mine, target) or paged_prefill.unproven(mine):
             return None
         return paged_prefill.make_plan(query_start, lengths, tokens=shape.tokens, q_per_kv=config.q_per_kv)
 
@@ -220,7 +220,7 @@ def layer_inputs(
             block_tables=seen,
             query_start=query_start,
             lengths=lengths,
-            plan=planner(pages, group.window, query_start, lengths) if chunk is None else None,
+            plan=planner(pages, group.window, seen, query_start, lengths) if chunk is None else None,
             decode=shape.decode,
             target=target,
             chunk=chunk,

@@ -67,11 +67,9 @@ def paged_decode(
     choice.check_window(chunk, "chunk")
     lacks = (NO_ALIBI if alibi_slopes is not None else None) or (NO_CHUNKS if chunk is not None else None)
     obstacle = config.obstacle(q.dtype, pages, target) or lacks
-    if choice.resolve("paged_decode", implementation, obstacle) == "mosaic":
+    if choice.resolve("paged_decode", implementation, obstacle, config.unproven(pages)) == "mosaic":
         if plan is None:
-            plan = divide(
-                lengths, config.choose(queries, kv_heads, q_per_kv, pages.head_dim, pages.dtype, target), window
-            )
+            plan = divide(lengths, block_tables, config.choose(queries, q_per_kv, pages, target), window)
         check_plan(plan, queries, kv_heads, q_per_kv, batch, window)
         # A kv head's query vectors side by side; one query token needs no transposition.
         rows = q.swapaxes(1, 2).reshape(batch, kv_heads, queries * q_per_kv, -1)
@@ -96,6 +94,7 @@ def paged_decode(
 
 def make_plan(
     lengths: jax.Array,
+    block_tables: jax.Array,
     pages: KVPages,
     *,
     q_dtype: Any,
@@ -105,15 +104,15 @@ def make_plan(
     target: Target = CPU,
     implementation: choice.Implementation = None,
 ) -> Plan | None:
-    """What `paged_decode` computes from the lengths alone: once per step for all layers of one shape and window.
+    """What `paged_decode` computes from lengths and tables alone: once per step for all layers of one shape and window.
 
-    lengths: [batch] i32; pages: any layer's, only its shapes count. None where `paged_decode` would not use it.
+    lengths: [batch] i32; block_tables: [batch, width] i32; pages: any layer's, only its shapes count. None where
+    `paged_decode` would not use it.
     """
     obstacle = config.obstacle(q_dtype, pages, target)
-    if choice.resolve("paged_decode", implementation, obstacle) != "mosaic":
+    if choice.resolve("paged_decode", implementation, obstacle, config.unproven(pages)) != "mosaic":
         return None
-    sizes = config.choose(queries, pages.kv_heads, q_per_kv, pages.head_dim, pages.dtype, target)
-    return divide(lengths, sizes, window)
+    return divide(lengths, block_tables, config.choose(queries, q_per_kv, pages, target), window)
 
 
 def check_plan(plan: Plan, queries: int, kv_heads: int, q_per_kv: int, batch: int, window: int | None) -> None:

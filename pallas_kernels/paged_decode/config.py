@@ -31,7 +31,10 @@ class Config:
     kv_heads: int
     q_per_kv: int
     tile: int
-    """Keys of one step; a multiple of 64."""
+    """Keys of one step."""
+    lines: int
+    """Rows of shared memory that they take, 64: twice as many as keys if pages are padded (`page_lines`)."""
+    page_size: int
     stages: int
     """Tiles in shared memory."""
     blocks: int
@@ -40,6 +43,16 @@ class Config:
     """Query vectors of a kv head that share its loads: a multiple of 8."""
     parts: int
     """Parts of a row that are loaded at once, of 4 vectors of 128: what registers hold."""
+    least: int
+    """Tiles of a block, where there are so many: more blocks would leave more parts of rows to merge."""
+
+    @property
+    def pages_per_tile(self) -> int:
+        return max(1, self.tile // self.page_size)
+
+    @property
+    def tiles_per_page(self) -> int:
+        return max(1, self.page_size // self.tile)
 
     @property
     def rows(self) -> int:
@@ -61,6 +74,12 @@ class Config:
         return self.kv_heads * self.row_tiles
 
 
+def page_lines(page_size: int, dtype: Any) -> int:
+    """Rows of shared memory for a page. An 8-bit product sums over at least 32 tokens: the copy engine fills a page
+    of 16 up with zeros."""
+    return max(page_size, 32) if jnp.dtype(dtype).itemsize == 1 else page_size
+
+
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 SHARED_BYTES = 228 * 1024
@@ -74,7 +93,7 @@ RESIDENT = {
 """By bytes of a value: blocks on a core and stages of each, best first."""
 ALIGNED = 0.95
 """Of all blocks are enough: the memory is as busy."""
-PARTS = {1: 16, 2: 16, 3: 8, 4: 4}
+PARTS = {1: 16, 2: 16, 3: 12, 4: 12}
 """By blocks of a core, whose registers they share."""
 
 
@@ -94,30 +113,34 @@ def obstacle(q_dtype: Any, pages: KVPages, target: Target) -> str | None:
         return None if pages.dtype == q_dtype else f"q is {jnp.dtype(q_dtype).name} and the cache {pages.dtype.name}"
     if not pages.v_transposed:
         return "its matrix units read an 8-bit cache only with v_transposed"
-    if pages.page_size < 32:
-        return f"page_size is {pages.page_size}; of an 8-bit cache it takes 32 and more"
-    if pages.head_dim % 32:
-        return f"head_dim is {pages.head_dim}; of an 8-bit cache it takes multiples of 32"
+    return None
+
+
+def unproven(pages: KVPages) -> str | None:
+    """Why the kernel runs only when asked for by name, though it could."""
+    if pages.quantized and (pages.page_size < 32 or pages.head_dim % 32):
+        return f"its 8-bit path for pages of {pages.page_size} x {pages.head_dim} has not run on a GPU yet"
     return None
 
 
 def shared_bytes(config: Config, head_dim: int, dtype: Any) -> int:
     """Shared memory of a block, without barriers."""
     size, padded = jnp.dtype(dtype).itemsize, round_up(head_dim, KEYS)
-    tile = 2 * config.tile * padded * size
+    tile = 2 * config.lines * padded * size
     query = 2 * padded * config.columns  # as q is, or as the output
     if size == 2:
-        return config.stages * tile + 3 * query + 2 * config.columns * config.tile + REDUCTION_BYTES
-    terms = 2 * config.columns * (padded + config.tile)
-    return config.stages * (tile + 8 * config.tile) + 2 * query + terms + REDUCTION_BYTES
+        return config.stages * tile + 3 * query + 2 * config.columns * config.lines + REDUCTION_BYTES
+    terms = 2 * config.columns * (padded + config.lines)
+    return config.stages * (tile + 8 * config.lines) + 2 * query + terms + REDUCTION_BYTES
 
 
-def choose(
-    queries: int, kv_heads: int, q_per_kv: int, head_dim: int, dtype: Any, target: Target, **changes: int
-) -> Config:
-    """dtype: of the cache. changes: fields to set otherwise."""
+def choose(queries: int, q_per_kv: int, pages: KVPages, target: Target, **changes: int) -> Config:
+    """pages: only their shapes count. changes: fields to set otherwise."""
+    head_dim, dtype = pages.head_dim, pages.dtype
     columns = min(32 if head_dim <= 128 else 16 if head_dim <= 192 else 8, round_up(queries * q_per_kv, 8))
-    fields = {"queries": queries, "kv_heads": kv_heads, "q_per_kv": q_per_kv, "tile": KEYS, "columns": columns}
+    tile = KEYS * pages.page_size // page_lines(pages.page_size, dtype)
+    fields = {"queries": queries, "kv_heads": pages.kv_heads, "q_per_kv": q_per_kv, "columns": columns}
+    fields |= {"tile": tile, "lines": KEYS, "page_size": pages.page_size}
     most = {8: 4, 16: 3}.get(columns, 2)  # blocks on a core, by registers
     for per_core, stages in RESIDENT[jnp.dtype(dtype).itemsize]:
         blocks = target.cores * per_core
@@ -125,7 +148,7 @@ def choose(
         aligned = 1 << blocks.bit_length() - 1
         if aligned >= ALIGNED * blocks:
             blocks = aligned
-        sizes = {"stages": stages, "blocks": blocks, "parts": PARTS[per_core]}
+        sizes = {"stages": stages, "blocks": blocks, "parts": PARTS[per_core], "least": 1}
         config = Config(**(fields | sizes | changes))
         fits = shared_bytes(config, head_dim, dtype) + RESERVED_BYTES + 512 <= SHARED_BYTES // per_core
         if fits and per_core <= most:

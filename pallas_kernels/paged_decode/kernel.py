@@ -54,7 +54,7 @@ def attend(
     body = Body(q, pages, config, sinks is not None, scale, plan.window, soft_cap)
     scales = () if pages.k_scales is None or pages.v_scales is None else (pages.k_scales, pages.v_scales)
     extra = () if sinks is None else (sinks,)
-    inputs = (q, pages.k, pages.v, *scales, block_tables, plan.runs, plan.sequences, *extra)
+    inputs = (q, pages.k, pages.v, *scales, block_tables, plan.runs, plan.sequences, plan.pages, *extra)
     slots = SLOTS * config.blocks
     out, *_ = plgpu.kernel(
         body,
@@ -79,7 +79,16 @@ class Body(Steps):
     """The kernel's code: __call__ is what a block runs."""
 
     def __call__(self, *refs: Any) -> None:
-        names = ["q", "k", "v", *(["k_scales", "v_scales"] if self.terms else []), "tables", "runs", "sequences"]
+        names = [
+            "q",
+            "k",
+            "v",
+            *(["k_scales", "v_scales"] if self.terms else []),
+            "tables",
+            "runs",
+            "sequences",
+            "pages",
+        ]
         names += ["sinks"] if self.has_sinks else []
         names += ["out", "parts", "stats"]
         self.g = dict(zip(names, refs, strict=False))
@@ -90,15 +99,18 @@ class Body(Steps):
         self.shares, row = known[8:], (sequence, head, *known[:8])
 
         self.copy_query(jnp.int32(0), row)
-        cursor = (jnp.int32(0), at, row, self.page_ids(row, at))
-        cursors = [cursor]
-        for _ in range(self.config.stages):
-            cursors.append(self.advance(cursors[-1]))
+        cursors = [(jnp.int32(0), at, row, self.first_ids(0))]
+        for stage in range(1, self.config.stages):
+            cursors.append(self.advance(cursors[-1], self.first_ids(stage)))
+        cursors.append(self.advance(cursors[-1]))
         for ready in cursors[:-1]:
             self.copy_tile(ready)
         self.clear_padding()
-        lax.fori_loop(0, self.segments, self.segment, (jnp.int32(0), at, row, cursors[-1]))
-        plgpu.wait_smem_to_gmem(0)
+        nothing = jnp.int32(0)
+        init = (nothing, at, row, cursors[-1], (nothing, nothing, sequence, head))
+        *_, left = lax.fori_loop(0, self.segments, self.segment, init)
+        self.merge_all(row, left)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Where the work is
 
@@ -119,12 +131,16 @@ class Body(Steps):
         page = lax.div((first + at) * self.pages_per_tile, jnp.int32(self.tiles_per_page))
         return [self.g["tables"][sequence, jnp.minimum(page + i, last)] for i in range(self.pages_per_tile)]
 
-    def advance(self, cursor: tuple) -> tuple:
+    def first_ids(self, stage: int) -> list[jax.Array]:
+        """Pages of one of the block's first tiles."""
+        return [self.g["pages"][self.block, stage, i] for i in range(self.pages_per_tile)]
+
+    def advance(self, cursor: tuple, ids: list[jax.Array] | None = None) -> tuple:
         turn, at, row, _ = cursor
         crossing = at + 1 >= row[3]
         row = lax.cond(crossing, lambda: self.next_row(row), lambda: row)
         at = jnp.where(crossing, 0, at + 1)
-        return turn + 1, at, row, self.page_ids(row, at)
+        return turn + 1, at, row, self.page_ids(row, at) if ids is None else ids
 
     def split_head(self, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         """kv head and first query vector of a head tile."""
@@ -140,6 +156,14 @@ class Body(Steps):
         if self.padded == self.dim:
             return slice(None)
         return pl.ds(pl.multiple_of(head * 0, KEYS), self.padded)
+
+    def page_rows(self, tile: jax.Array, head: jax.Array) -> Any:
+        """Of a page, the rows of one copy, padded with zeros."""
+        if self.piece > self.page:
+            return pl.ds(pl.multiple_of(head * 0, self.page), self.piece)
+        if self.tiles_per_page == 1:
+            return slice(None)
+        return pl.ds(pl.multiple_of(lax.rem(tile, jnp.int32(self.tiles_per_page)) * self.piece, self.piece), self.piece)
 
     def copy_query(self, turn: jax.Array, row: tuple) -> None:
         """Start copying the q of the block's row number `turn`, if it has that many."""
@@ -161,9 +185,7 @@ class Body(Steps):
         def _() -> None:
             slot = lax.rem(turn, jnp.int32(self.config.stages))
             head, _ = self.split_head(row[1])
-            offset = pl.multiple_of(lax.rem(row[2] + at, jnp.int32(self.tiles_per_page)) * self.piece, self.piece)
-            keys = pl.ds(offset, self.piece) if self.tiles_per_page > 1 else slice(None)
-            dim = self.whole_dim(head)
+            keys, dim = self.page_rows(row[2] + at, head), self.whole_dim(head)
             for name in "kv":
                 full = self.s[name + "_full"].at[slot]
                 for i, page in enumerate(ids):
@@ -176,7 +198,10 @@ class Body(Steps):
                     plgpu.copy_gmem_to_smem(source, target, full)
                     if self.terms is not None:
                         scales = self.g[name + "_scales"].at[page, head, keys]
-                        plgpu.copy_gmem_to_smem(scales, self.s[name + "_scales"].at[slot, piece], full)
+                        self.copy_scales(scales, self.s[name + "_scales"].at[slot, piece], full)
+
+    def copy_scales(self, source: Any, target: Any, full: Any) -> None:
+        plgpu.copy_gmem_to_smem(source, target, full)
 
     def refill(self, turn: jax.Array, cursor: tuple) -> tuple:
         """The next tile into the place of the one before `turn`."""
@@ -214,7 +239,7 @@ class Body(Steps):
 
             @pl.when(self.g["sequences"][sequence, 1] == 0)
             def _() -> None:
-                plgpu.wait_smem_to_gmem(0)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 zeros = plgpu.layout_cast(jnp.zeros((self.padded, self.columns), F32), WG_T)
                 self.s["out"].transpose((1, 0))[...] = zeros.astype(self.q_dtype)
 
@@ -225,7 +250,7 @@ class Body(Steps):
     # One row of work, or this block's part of it
 
     def segment(self, turn: jax.Array, carry: tuple) -> tuple:
-        done, at, row, cursor = carry
+        done, at, row, cursor, left = carry
         following = self.next_row(row)
         slot = lax.rem(turn, jnp.int32(self.query_slots))
         plgpu.barrier_wait(self.s["q_full"].at[slot])
@@ -247,35 +272,51 @@ class Body(Steps):
         weight = weight.sum(axis=0)
         whole = (at == 0) & (steps == tiles)
 
-        @pl.when(whole)
-        def _() -> None:
+        def finish() -> jax.Array:
             total = weight
             if self.has_sinks:
                 total = total + jnp.exp2(self.sink_logits(head, first, self.columns, COL) - top)
             scaled = plgpu.layout_cast(acc * over_columns(1 / jnp.maximum(total, 1e-30), acc.shape), WG_T)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.s["out"].transpose((1, 0))[...] = scaled.astype(self.q_dtype)
             self.write_out(*row[:2])
+            return jnp.int32(0)
 
-        pl.when(jnp.logical_not(whole))(lambda: self.share(turn, row, top, weight, acc))
-        return done + steps, jnp.int32(0), following, cursor
+        last = lax.cond(whole, finish, lambda: self.share(turn, top, weight, acc))
+        left = (jnp.where(turn == 0, last, left[0]), jnp.where(turn == 0, 0, last), row[0], row[1])
+        return done + steps, jnp.int32(0), following, cursor, left
 
     # Rows that several blocks share
 
-    def share(self, turn: jax.Array, row: tuple, top: jax.Array, weight: jax.Array, acc: jax.Array) -> None:
-        """Leave this block's part of a row. The block that comes last merges all of them."""
-        slots, counts = self.shares[:2], self.shares[2:]
-        first, parts = jnp.where(turn == 0, slots[0], slots[1]), jnp.where(turn == 0, counts[0], counts[1])
+    def shared(self, which: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of the block's first row, or its last: the slot of the row's first part, and how many parts it has."""
+        first, last, *parts = self.shares
+        return jnp.where(which == 0, first, last), jnp.where(which == 0, parts[0], parts[1])
+
+    def share(self, turn: jax.Array, top: jax.Array, weight: jax.Array, acc: jax.Array) -> jax.Array:
+        """Leave this block's part of a row. Returns whether all parts are there now: 1, or 0."""
+        first, parts = self.shared(turn)
         mine = SLOTS * self.block + jnp.minimum(turn, 1)
         self.g["parts"].at[mine].transpose((1, 0))[...] = plgpu.layout_cast(acc, WG_T)
         self.g["stats"].at[mine, 0][...] = top
         self.g["stats"].at[mine, 1][...] = weight
         counter = COUNTERS + lax.rem(first, jnp.int32(SLOTS))
         counter = self.g["runs"].at[lax.div(first, jnp.int32(SLOTS)), pl.ds(counter, 1)]
-        before = count_arrival(counter, self.s["p"], self.p_transforms, parts)
-        pl.when(before == parts - 1)(lambda: self.merge(row, first, parts))
+        return (count_arrival(counter, self.s["p"], self.p_transforms, parts) == parts - 1).astype(jnp.int32)
 
-    def merge(self, row: tuple, first: jax.Array, parts: jax.Array) -> None:
+    def merge_all(self, row: tuple, left: tuple) -> None:
+        """Merge those of the block's first and last row whose last part it left: after all else, when the registers are
+        free."""
+
+        def merge(which: jax.Array, none: None) -> None:
+            found, sequence, head = (
+                jnp.where(which == 0, a, b) for a, b in zip((left[0], *row[:2]), left[1:], strict=True)
+            )
+            pl.when(found > 0)(lambda: self.merge(sequence, head, *self.shared(which)))
+
+        lax.fori_loop(0, SLOTS, merge, None)
+
+    def merge(self, sequence: jax.Array, head: jax.Array, first: jax.Array, parts: jax.Array) -> None:
         """Write a row from its parts: one in slot `first`, the others in the first slots of the blocks that follow.
 
         They are added in order, so that the sum does not depend on who was last.
@@ -316,9 +357,9 @@ class Body(Steps):
         steps = lax.div(parts + at_once - 1, jnp.int32(at_once))
         top, weight, acc = lax.fori_loop(0, steps, step, none)
         if self.has_sinks:
-            sinks = self.sink_logits(*self.split_head(row[1]), shape[0], layout.reduce(1))
+            sinks = self.sink_logits(*self.split_head(head), shape[0], layout.reduce(1))
             weight = weight + jnp.exp2(sinks - top)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         scaled = acc * over_rows(1 / jnp.maximum(weight, 1e-30), shape)
         self.s["out"].at[columns][...] = scaled.astype(self.q_dtype)
-        self.write_out(*row[:2])
+        self.write_out(sequence, head)

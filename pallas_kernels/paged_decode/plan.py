@@ -17,13 +17,14 @@ COUNTERS = 17
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["runs", "sequences"], meta_fields=["config", "window"]
+    jax.tree_util.register_dataclass, data_fields=["runs", "sequences", "pages"], meta_fields=["config", "window"]
 )
 @dataclass(frozen=True)
 class Plan:
     """A row is the work on one (sequence, head tile); it is made of tiles of `config.tile` keys.
 
-    The tiles of all rows, in order of sequence, head, position, are cut into equal runs, one a block.
+    The tiles of all rows, in order of sequence, head, position, are cut into equal runs, one a block. Where tiles are
+    few, some blocks have none.
     """
 
     runs: jax.Array
@@ -34,12 +35,15 @@ class Plan:
     who leave it so."""
     sequences: jax.Array
     """[batch, 4] i32: first tile that holds a visible key, tiles from there, length, next sequence that has tiles."""
+    pages: jax.Array
+    """[blocks, stages, pages of a tile] i32: where a block's first tiles are, so that it need not look into the block
+    tables before it loads them."""
     config: Config
     window: int | None
 
 
-def divide(lengths: jax.Array, config: Config, window: int | None) -> Plan:
-    """lengths: [batch] i32, tokens in the cache; 0 for a row of padding.
+def divide(lengths: jax.Array, block_tables: jax.Array, config: Config, window: int | None) -> Plan:
+    """lengths: [batch] i32, tokens in the cache; 0 for a row of padding. block_tables: [batch, width] i32.
 
     Sums and searches are written as reductions over [batch, batch] and [blocks, batch], which fuse; sorts and
     scans would be kernels of their own.
@@ -75,8 +79,10 @@ def divide(lengths: jax.Array, config: Config, window: int | None) -> Plan:
         owner, last = cuts.block_of(begin), cuts.block_of(begin + tiles[sequence] - 1)
         return SLOTS * owner + (cuts.first_tile(owner) != begin), last - owner + 1
 
-    sequence, head, at = place(start)
-    last_sequence, last_head, _ = place(stop - 1)
+    loaded = start[:, None] + jnp.arange(config.stages)
+    wanted = jnp.concatenate([loaded, stop[:, None] - 1], axis=1)  # in one: a reduction is a kernel
+    found = [x.reshape(wanted.shape) for x in place(wanted.reshape(-1))]
+    (sequence, head, at), (last_sequence, last_head, _) = ([x[:, i] for x in found] for i in (0, -1))
     rows = (busy_before[last_sequence] * heads + last_head) - (busy_before[sequence] * heads + head) + 1
     rows = jnp.where(stop > start, rows, 0)
     where = jnp.stack([sequence, head, at, stop - start, rows], axis=1)
@@ -84,17 +90,23 @@ def divide(lengths: jax.Array, config: Config, window: int | None) -> Plan:
     zeros = jnp.zeros((config.blocks, SLOTS + 1), jnp.int32)
     shares = jnp.stack([*slots, *parts], axis=1)
     runs = jnp.concatenate([where, sequences[sequence], sequences[following[sequence]], shares, zeros], axis=1)
-    return Plan(runs, sequences, config, window)
+
+    sequence, _, at = (x[:, :-1, None] for x in found)
+    page = (first[sequence] + at) * config.pages_per_tile // config.tiles_per_page + jnp.arange(config.pages_per_tile)
+    pages = block_tables[sequence, jnp.minimum(page, (jnp.maximum(lengths, 1)[sequence] - 1) // config.page_size)]
+    return Plan(runs, sequences, pages.astype(jnp.int32), config, window)
 
 
 class Cuts:
     """Where all tiles, in order, are cut. No block before the last that has tiles is without."""
 
     def __init__(self, total: jax.Array, config: Config):
-        self.even, self.longer = total // config.blocks, total % config.blocks
+        self.total = total
+        busy = jnp.clip(total // config.least, 1, config.blocks)
+        self.even, self.longer = total // busy, total % busy
 
     def first_tile(self, block: jax.Array) -> jax.Array:
-        return self.even * block + jnp.minimum(block, self.longer)
+        return jnp.minimum(self.even * block + jnp.minimum(block, self.longer), self.total)
 
     def block_of(self, tile: jax.Array) -> jax.Array:
         first = self.longer * (self.even + 1)

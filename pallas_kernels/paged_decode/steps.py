@@ -30,6 +30,7 @@ F32, I32 = jnp.float32, jnp.int32
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # of a maximum over nothing: finite, so that differences of two are 0 and not NaN
 SMALLEST_SCALE = 1e-20
+FAR = 1 << 30
 WARPS, LANES = 4, 32
 CLEARED_ROWS = 32
 """Of 8-bit values at a time: few, for few registers. A multiple of what `few_rows` spreads over a warpgroup."""
@@ -76,23 +77,26 @@ class Steps:
         self.config, self.has_sinks, self.scale, self.window, self.soft_cap = config, has_sinks, scale, window, soft_cap
         self.batch, _, _, self.dim = q.shape
         self.q_dtype, self.dtype = q.dtype, pages.dtype
-        self.page, self.tile = pages.page_size, config.tile
-        self.pages_per_tile, self.tiles_per_page = max(1, self.tile // self.page), max(1, self.page // self.tile)
-        self.piece = min(self.page, self.tile)  # keys of one copy
+        self.page, self.tile, self.lines = pages.page_size, config.tile, config.lines
+        self.pages_per_tile, self.tiles_per_page = config.pages_per_tile, config.tiles_per_page
+        self.piece = self.lines // self.pages_per_tile  # rows of one copy
+        self.piece_keys = self.tile // self.pages_per_tile
         self.padded = round_up(self.dim, KEYS)  # rows of O^T
         self.terms = Terms(self.dtype) if pages.quantized else None
         self.columns = config.columns
         self.query_slots = 2 if self.terms is None else 1  # terms are a copy of q
-        self.shape = (self.tile, self.columns)
+        self.shape = (self.lines, self.columns)
+        # Lines of 16 bytes, which the matrix unit does not read, become one of the whole width.
+        self.line = self.dim if self.dim * self.dtype.itemsize % 32 == 0 else self.padded
         self.p_transforms = swizzled(self.dtype, self.dim if self.terms is None else self.piece)
 
     def scratch(self) -> dict[str, Any]:
-        tile, dim, stages, columns, terms = self.tile, self.padded, self.config.stages, self.columns, self.terms
+        lines, dim, stages, columns, terms = self.lines, self.padded, self.config.stages, self.columns, self.terms
         smem = plgpu.SMEM
         memory = {
             "q": smem((self.query_slots, columns, dim), self.q_dtype, transforms=swizzled(self.q_dtype, self.dim)),
             "out": smem((columns, dim), self.q_dtype),
-            "k": smem((stages, tile, dim), self.dtype, transforms=swizzled(self.dtype, self.dim)),
+            "k": smem((stages, lines, dim), self.dtype, transforms=swizzled(self.dtype, self.line)),
             "q_full": plgpu.Barrier(num_barriers=self.query_slots),
         }
         arrivals = self.pages_per_tile * (1 if terms is None else 2)
@@ -100,14 +104,14 @@ class Steps:
             memory[name + "_full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
         if terms is None:
             wide = swizzled(self.dtype, self.dim)
-            memory["v"] = smem((stages, tile, dim), self.dtype, transforms=wide)
-            memory["p"] = smem((columns, tile), self.dtype, transforms=self.p_transforms)
+            memory["v"] = smem((stages, lines, dim), self.dtype, transforms=wide)
+            memory["p"] = smem((columns, lines), self.dtype, transforms=self.p_transforms)
         else:
             turned = swizzled(self.dtype, self.piece)
             memory["v"] = smem((stages, self.pages_per_tile, dim, self.piece), self.dtype, transforms=turned)
-            memory["q_terms"] = smem((2, columns, dim), self.dtype, transforms=swizzled(self.dtype, self.dim))
-            memory["p"] = smem((2, columns, tile), self.dtype, transforms=self.p_transforms)
-            memory["k_scales"] = memory["v_scales"] = smem((stages, tile), F32)
+            memory["q_terms"] = smem((2, columns, dim), self.dtype, transforms=swizzled(self.dtype, self.line))
+            memory["p"] = smem((2, columns, lines), self.dtype, transforms=self.p_transforms)
+            memory["k_scales"] = memory["v_scales"] = smem((stages, lines), F32)
         return memory
 
     def split_query(self, terms: Terms, slot: jax.Array) -> jax.Array:
@@ -159,7 +163,7 @@ class Steps:
         turn, base = done + i, start + i * self.tile
         slot = lax.rem(turn, jnp.int32(self.config.stages))
         plgpu.barrier_wait(self.s["k_full"].at[slot])
-        key = plgpu.broadcasted_iota(I32, self.shape, 0, layout=WG) + base
+        key = self.keys(base)
         seen = key < limit
         if self.window is not None:
             seen = seen & (key >= limit - self.window)
@@ -201,6 +205,15 @@ class Steps:
             new = new * (1 / self.terms.unit)
         acc = acc * over_columns(old, acc.shape) + values * over_columns(new, acc.shape)
         return new_top, weight, acc, cursor
+
+    def keys(self, base: jax.Array) -> jax.Array:
+        """Position of the key in each row of a tile that starts at `base`, over the tile's shape."""
+        row = plgpu.broadcasted_iota(I32, self.shape, 0, layout=WG)
+        if self.piece == self.piece_keys:
+            return row + base
+        # Both are powers of two. What pads a page is past every length.
+        page, within = lax.div(row, jnp.full_like(row, self.piece)), row & (self.piece - 1)
+        return jnp.where(within < self.piece_keys, page * self.piece_keys + within + base, FAR)
 
     def scores(self, slot: jax.Array, q: Any, unit: jax.Array | None) -> jax.Array:
         """[tile, columns] in units of log2, or as they are if a soft cap comes next."""
@@ -263,7 +276,7 @@ class Steps:
                     axis = 1 if turned else 0
                     along = layout.reduce(1 - axis)
                     key = plgpu.broadcasted_iota(I32, x.shape[axis : axis + 1], 0, layout=along) + (
-                        base + i * self.piece
+                        base + i * self.piece_keys
                     )
                     live = lax.broadcast_in_dim((key < length) & (key >= oldest), x.shape, (axis,))
                     wide = x.astype(jnp.float16) if turned else x

@@ -77,7 +77,7 @@ def inputs(key: jax.Array, *, dtype: Any, lengths: tuple[int, ...]) -> tuple[Any
 
 def plan(q: jax.Array, pages: KVPages, tables: jax.Array, lengths: jax.Array) -> tuple[Any, ...]:
     """The plan of a step is made once, for all layers."""
-    made = make_plan(lengths, pages, q_dtype=q.dtype, q_per_kv=Q_PER_KV, target=H200, implementation="mosaic")
+    made = make_plan(lengths, tables, pages, q_dtype=q.dtype, q_per_kv=Q_PER_KV, target=H200, implementation="mosaic")
     return q, pages, tables, lengths, made
 
 

@@ -20,6 +20,7 @@ CASES = [
     ("h100", "float16", 80, 3, 32, 1, {}, 2),
     ("h200", "bfloat16", 256, 16, 16, 1, {"window": 512}, 1),
     ("h100", "int8", 128, 4, 64, 8, {}, 2),
+    ("h200", "int8", 80, 4, 16, 1, {}, 4),
 ]
 
 
@@ -30,16 +31,15 @@ def test_compiles(case):
     shape = jax.ShapeDtypeStruct
     pages = abstract_pages(4096, kv_heads, page_size, head_dim, dtype)
     q = shape((batch, queries, kv_heads, group, head_dim), "float16" if dtype == "float16" else "bfloat16")
-    lengths = shape((batch,), jnp.int32)
-    window = options.get("window")
+    lengths, tables = shape((batch,), jnp.int32), shape((batch, 2048), jnp.int32)
+    kernel = {"target": H200, "implementation": "mosaic"}
+    sizes = {"q_dtype": q.dtype, "q_per_kv": group, "queries": queries, "window": options.get("window")}
     plan = jax.eval_shape(
-        functools.partial(
-            make_plan, pages=pages, q_dtype=q.dtype, q_per_kv=group, queries=queries, window=window, target=H200
-        ),
+        functools.partial(make_plan, pages=pages, **sizes, **kernel),
         lengths,
+        tables,
     )
-    call = functools.partial(paged_decode, scale=head_dim**-0.5, target=H200, implementation="mosaic", **options)
-    tables = shape((batch, 2048), jnp.int32)
+    call = functools.partial(paged_decode, scale=head_dim**-0.5, **kernel, **options)
     compiled, kernels = compile_for_gpu(
         lambda q, pages, tables, lengths, plan: call(q, pages, tables, lengths, plan=plan),
         q, pages, tables, lengths, plan, gpu=gpu,
@@ -58,7 +58,7 @@ def test_the_plan_is_a_few_fusions():
     """Once a step, on its critical path: no sort, no scan, no loop."""
     pages = abstract_pages(4096, 8, 64, 128, "bfloat16")
     plan = functools.partial(make_plan, pages=pages, q_dtype=jnp.bfloat16, q_per_kv=4, target=H200)
-    compiled, _ = compile_for_gpu(plan, jax.ShapeDtypeStruct((256,), jnp.int32))
+    compiled, _ = compile_for_gpu(plan, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((256,), (256, 128))))
     text = compiled.as_text()
     entry = text[text.index("ENTRY") :]
     kernels = [line for line in entry.splitlines() if " fusion(" in line or "custom-call(" in line]

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_decode import make_plan, paged_decode, reference
-from pallas_kernels.paged_decode.config import choose, obstacle
+from pallas_kernels.kv_pages import abstract_pages
+from pallas_kernels.paged_decode import make_plan, obstacle, paged_decode, reference, unproven
+from pallas_kernels.paged_decode.config import choose
 from pallas_kernels.paged_decode.plan import divide
 from pallas_kernels.target import CPU, H200
 from tests.pallas_kernels.interpreter import interpreter
@@ -70,6 +71,9 @@ CASES = [
     ("int8", Layout(64, 2, 2, page_size=32, width=4), [100, 65], 1, {"queries": 3, "sinks": True}),
     ("int8", Layout(96, 1, 4, page_size=128, width=2), [150], 1, {"scale": 30.0}),
     ("float8_e4m3fn", Layout(64, 1, 5, page_size=32, width=5), [129, 3], 1, {"queries": 8, "soft_cap": 3.0}),
+    ("float8_e4m3fn", Layout(80, 1, 4, page_size=16, width=5), [65, 1, 0, 15, 17], 1, {}),
+    ("int8", Layout(80, 1, 2, page_size=128, width=2, window=90), [150, 128], 1, {"queries": 2}),
+    ("int8", Layout(64, 2, 1, page_size=16, width=7, window=20), [100, 16, 33], 2, {}),
 ]
 
 
@@ -142,14 +146,21 @@ def test_the_plan_covers_every_tile_once(window, cores):
     """And its blocks' shares differ by one tile at most; each knows where all parts of its rows are."""
     rng = np.random.default_rng(cores)
     for lengths in ([0, 0], [1], [5000, 0, 1, 64, 65, 0, 300], rng.integers(0, 700, 70).tolist(), [0, 128, 0]):
-        config = choose(1, 2, 4, 128, jnp.bfloat16, dataclasses.replace(H200, cores=cores))
-        plan = divide(jnp.asarray(lengths, jnp.int32), config, window)
+        pages = abstract_pages(1, 2, 64, 128, "bfloat16")
+        config = choose(1, 4, pages, dataclasses.replace(H200, cores=cores))
+        tables = rng.permutation(len(lengths) * 80).reshape(-1, 80).astype(np.int32)
+        plan = divide(jnp.asarray(lengths, jnp.int32), jnp.asarray(tables), config, window)
         first = [0 if window is None else max(0, length - window) // 64 for length in lengths]
         tiles = [-(-length // 64) - f if length else 0 for length, f in zip(lengths, first, strict=True)]
         want = {(s, h, t): 1 for s, n in enumerate(tiles) for h in range(2) for t in range(n)}
         assert covered(plan, tiles) == want
         runs = np.asarray(plan.runs)
         assert np.ptp(runs[:, 3]) <= 1
+        for run, found in zip(runs, np.asarray(plan.pages), strict=True):
+            sequence, head, at, count = run[:4]
+            loaded = list(want)[list(want).index((sequence, head, at)) :] if count else []
+            for (s, _, t), page in zip(loaded[:count], found[:, 0], strict=False):
+                assert page == tables[s, first[s] + t]
         order = [(s, h) for s, h, t in want if t == 0]
         parts = {}  # slots, in order
         for block, (sequence, head, at, count, rows) in enumerate(runs[:, :5]):
@@ -171,7 +182,7 @@ def test_a_plan_for_other_shapes_is_refused():
     layout = Layout(64, 1, 2, page_size=64, width=1)
     pages = jax.tree.map(jnp.asarray, make_cache(layout, [3], 0).pages("bfloat16"))
     lengths, tables = jnp.asarray([3], jnp.int32), jnp.zeros((1, 1), jnp.int32)
-    plan = make_plan(lengths, pages, q_dtype=jnp.bfloat16, q_per_kv=2, window=5, target=H200)
+    plan = make_plan(lengths, tables, pages, q_dtype=jnp.bfloat16, q_per_kv=2, window=5, target=H200)
     q = jnp.zeros((1, 1, 2, 64), jnp.bfloat16)
     with pytest.raises(
         ValueError, match=r"plan is for .* = \(1, 1, 2, 1, 5\); the arguments have \(1, 1, 2, 1, None\)"
@@ -186,12 +197,25 @@ def test_a_plan_for_other_shapes_is_refused():
         ("bfloat16", Layout(64, 1, 1, page_size=8, width=1), "bfloat16", "page_size is 8"),
         ("bfloat16", Layout(64, 1, 1, page_size=16, width=1), "float32", "q is float32; it takes bfloat16 or float16"),
         ("float16", Layout(64, 1, 1, page_size=16, width=1), "bfloat16", "q is bfloat16 and the cache float16"),
-        ("int8", Layout(64, 1, 1, page_size=16, width=1), "bfloat16", "page_size is 16; of an 8-bit cache"),
-        ("int8", Layout(80, 1, 1, page_size=32, width=1), "bfloat16", "head_dim is 80; of an 8-bit cache"),
     ],
 )
 def test_what_the_kernel_does_not_take(dtype, layout, q_dtype, reason):
     pages = make_cache(layout, [3], 0).pages(dtype)
     assert reason in obstacle(q_dtype, pages, H200)
     assert "CPU" in obstacle(q_dtype, pages, CPU)
-    assert make_plan(jnp.asarray([3]), pages, q_dtype=q_dtype, q_per_kv=1, target=H200) is None
+    assert planned(pages, q_dtype) is None
+
+
+def planned(pages, q_dtype="bfloat16", **options):
+    lengths, tables = jnp.asarray([3]), jnp.zeros((1, 1), jnp.int32)
+    return make_plan(lengths, tables, pages, q_dtype=q_dtype, q_per_kv=1, target=H200, **options)
+
+
+@pytest.mark.parametrize("sizes", [(64, 16), (80, 64)])
+def test_what_has_not_run_on_a_gpu_runs_by_name_only(sizes):
+    head_dim, page_size = sizes
+    pages = make_cache(Layout(head_dim, 1, 1, page_size=page_size, width=1), [3], 0).pages("int8")
+    assert "has not run on a GPU yet" in unproven(pages)
+    assert planned(pages) is None
+    assert planned(pages, implementation="mosaic").config.page_size == page_size
+    assert unproven(make_cache(Layout(96, 1, 1, page_size=32, width=1), [3], 0).pages("int8")) is None

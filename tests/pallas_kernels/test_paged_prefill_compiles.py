@@ -18,6 +18,7 @@ SHAPES = {
     "gemma-2-9b": (2048, 4, 8, 2, 256, 64, jnp.bfloat16, {"window": 4096, "soft_cap": 50.0}, "h200"),
     "gpt-oss-20b fp8": (512, 16, 8, 8, 64, 32, jnp.float8_e4m3fn, {"window": 128, "sinks": True}, "h200"),
     "bert-base": (2048, 64, 12, 1, 64, 64, jnp.bfloat16, {"causal": False}, "h200"),
+    "pages of 16 int8": (512, 16, 8, 4, 128, 16, jnp.int8, {}, "h200"),
     "head_dim 80": (16, 16, 32, 1, 80, 128, jnp.bfloat16, {}, "h200"),
 }
 
