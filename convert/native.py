@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ from convert.checkpoint import NUMPY_DTYPES, Checkpoint
 from convert.destination import check_destination, fingerprint, resumable
 from convert.loading import load_one, progress_bar
 from convert.manifest import CONFIGS, HUGGING_FACE, NAMES, Manifest
-from convert.placement import Leaf, Weight, fitted, lay_out
+from convert.placement import Leaf, Weight, fitted, lay_out, sharded_axis, shares
 from convert.plan import check_source
 from convert.sentence import copy_sentence_files
 from convert.tokenizer import NATIVE_FOLDER
@@ -45,7 +46,12 @@ from pallas_kernels.formats import unpack_int4
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
-_CHUNK_BYTES = 64 << 20  # big arrays are cut, for shards to read; smaller pieces fragment the heap they pass through
+_CHUNK_BYTES = 64 << 20
+"""The largest piece of an array that is stored, and read, as one."""
+_SHARES = 8
+"""Arrays are cut as a mesh of so many devices divides them, or of half or a quarter: each reads what it needs."""
+_SMALLEST_BYTES = 256 << 10
+"""An array that is not cut: its pieces would cost more time than they save."""
 _BATCH_BYTES = 64 << 20  # restored together: Orbax holds host copies of what one call reads
 
 
@@ -81,12 +87,12 @@ def save_native(
     leaves = abstract(checkpoint.config, NUMPY_DTYPES[dtype], functools.partial(sharding, host), quantization)
     arrays = _late(checkpoint, leaves, ready or {})
     total = sum(array.nbytes for array in arrays.values())
-    settings = {"dtype": dtype, "quantization": quantization, "ready_of": ready_of, "chunks": _CHUNK_BYTES}
+    settings = {"dtype": dtype, "quantization": quantization, "ready_of": ready_of, "pieces": _SHARES}
     same = None if ready and not ready_of else fingerprint(checkpoint, **settings)
     with resumable(path, same) as finished:
         building = finished.folder
         with progress_bar(total, "converting", progress) as bar:
-            late.save(building.absolute() / WEIGHTS, arrays, _CHUNK_BYTES, bar.update, finished)
+            late.save(building.absolute() / WEIGHTS, arrays, bar.update, finished)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(building / NATIVE_FOLDER))
         _keep_configs(checkpoint, building / HUGGING_FACE)
@@ -110,10 +116,30 @@ def _late(checkpoint: Checkpoint, leaves: Tree, ready: Mapping[str, Weight]) -> 
         return np.asarray(made[path].pop(name))
 
     return {
-        name: late.LateArray(part.shape, np.dtype(part.dtype), functools.partial(make, path, name))
+        name: late.LateArray(part.shape, np.dtype(part.dtype), functools.partial(make, path, name), _chunk(part))
         for path, leaf in weights.items()
         for name, part in stored_parts(path, leaf).items()
     }
+
+
+def _chunk(part: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of the pieces of an array, all alike."""
+    chunk, axis = list(part.shape), sharded_axis(part.sharding.spec)
+    nbytes = part.size * part.dtype.itemsize
+    if axis is not None and nbytes > _SMALLEST_BYTES:
+        own, other = shares(part.shape, axis, _SHARES)
+        chunk[axis] //= own
+        if other is not None:
+            chunk[other] //= math.gcd(part.shape[other], _SHARES // own)
+    while math.prod(chunk) * part.dtype.itemsize > _CHUNK_BYTES:
+        # By the smallest factor that there is: a vocabulary may be a prime.
+        factor, _, largest = min((_smallest_factor(size), -size, axis) for axis, size in enumerate(chunk) if size > 1)
+        chunk[largest] //= factor
+    return tuple(chunk)
+
+
+def _smallest_factor(size: int) -> int:
+    return next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size)
 
 
 def _keep_configs(checkpoint: Checkpoint, folder: Path) -> None:

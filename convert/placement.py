@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import ModelConfig, Quantization
 from jaxinfer.parameters import Parameter, declare, flatten, is_quantized, quantized, to_physical
+
+_REST = "tensor_rest"
+"""A mesh axis: of the devices that share a piece of one dimension, those that have different pieces of another."""
 
 type Leaf = Any
 """A jax.ShapeDtypeStruct with a sharding, or a QuantizedArray of them."""
@@ -46,19 +50,41 @@ def lay_out(path: str, weight: Weight, config: ModelConfig, physical: ModelConfi
 
 
 def fitted(leaf: Leaf) -> Leaf:
-    """The leaf in shards as far as its shape divides: without the mesh axes that do not divide their dimension."""
+    """The leaf in shards of its canonical shape, of which each device has as small a share as divides it."""
     return jax.tree.map(
         lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=_fitting(part.sharding, part.shape)), leaf
     )
 
 
 def _fitting(where: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    sizes = dict(where.mesh.shape)
-    spec = [
-        axis if axis is None or dim % sizes[axis] == 0 else None
-        for dim, axis in zip(shape, (*where.spec, *[None] * len(shape)))
-    ]
-    return NamedSharding(where.mesh, PartitionSpec(*spec))
+    """Where the mesh has more devices than divide the dimension that it shards, another one is sharded by the rest."""
+    mesh = where.mesh
+    axis = sharded_axis(where.spec)
+    count = 1 if axis is None else mesh.shape[where.spec[axis]]
+    if axis is None or shape[axis] % count == 0:
+        return where
+    own, other = shares(shape, axis, count)
+    spec = [name if position == axis and own > 1 else None for position, name in enumerate(where.spec)]
+    spec += [None] * (len(shape) - len(spec))
+    if other is not None and shape[other] % (count // own) == 0:
+        spec[other] = _REST
+    place = mesh.axis_names.index(where.spec[axis])
+    sizes = list(mesh.devices.shape)
+    sizes[place : place + 1] = [own, count // own]
+    names = (*mesh.axis_names[: place + 1], _REST, *mesh.axis_names[place + 1 :])
+    split = Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    return NamedSharding(split, PartitionSpec(*spec))
+
+
+def sharded_axis(spec: PartitionSpec) -> int | None:
+    """The dimension that tensor parallelism shards, if there is one."""
+    return next((axis for axis, name in enumerate(spec) if name == "tensor"), None)
+
+
+def shares(shape: tuple[int, ...], axis: int, count: int) -> tuple[int, int | None]:
+    """How many of `count` pieces the dimension `axis` is cut into, and which dimension is cut into the others."""
+    others = [other for other in range(len(shape)) if other != axis]
+    return math.gcd(shape[axis], count), max(others, key=lambda other: shape[other], default=None)
 
 
 def quantization_of(leaf: Leaf) -> Quantization:

@@ -10,9 +10,12 @@ from jaxinfer.parameters import abstract, flatten, for_tensor_parallel, stored_p
 from meshes import build_mesh, sharding
 
 
-def abstract_tree(config, tensor=1, dtype=np.float32, quantization=None):
-    """(abstract, physical) for a mesh of `tensor` devices."""
-    place, physical = functools.partial(sharding, build_mesh(tensor=tensor)), for_tensor_parallel(config, tensor)
+def abstract_tree(config, tensor=1, dtype=np.float32, quantization=None, physical=None):
+    """(abstract, physical) for a mesh of `tensor` devices; physical: as it fits that mesh, unless given."""
+    place, physical = (
+        functools.partial(sharding, build_mesh(tensor=tensor)),
+        physical or for_tensor_parallel(config, tensor),
+    )
     return abstract(physical, np.dtype(dtype), place, quantization), physical
 
 

@@ -1,15 +1,20 @@
 """A process reads the slices of its own shards: what is read, and that it is all that the shards hold."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
+import tensorstore as ts
 
 import convert
+from convert import placement
 from convert.families.table import Source
 from convert.joined import Reordered
 from convert.slices import needed, parts
 from convert.tensors import Stored
-from jaxinfer.parameters import Parameter, declare, flatten
+from jaxinfer.config import Quantization
+from jaxinfer.parameters import Parameter, declare, flatten, stored_parts
 from tests import tiny
 from tests.convert.meshed import abstract_tree, load_flat
 
@@ -109,3 +114,31 @@ def test_all_processes_together_read_what_lies_on_one_of_them_once(tmp_path):
             wanted = needed(path, declared[path], checkpoint.config, physical, leaf, [device])
             checkpoint.read(path, leaf.dtype, wanted)
         assert checkpoint.reader.nbytes == sum(checkpoint.tensors[n].nbytes for n in checkpoint.sources[path].names)
+
+
+def bytes_read():
+    """By tensorstore, in this process so far."""
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in found for value in metric["values"])
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", names(["llama", "qwen2_windows", "mixtral"]))
+def test_one_process_of_four_reads_its_share_of_a_native_checkpoint(name, quantization, tmp_path, monkeypatch):
+    """2 kv heads, and 251 or 99 ids, which 4 does not divide: other dimensions are shared. Files are read whole."""
+    monkeypatch.setattr("convert.native._SMALLEST_BYTES", 0)
+    stored = quantization and Quantization(quantization)
+    source = convert.open_checkpoint(tiny.write_checkpoint(name, tmp_path / "hf"))
+    native = convert.save_native(source, tmp_path / "native", quantization=stored, progress=False)
+    abstract, _ = abstract_tree(source.config, 4, quantization=stored)
+    canonical, _ = abstract_tree(source.config, 4, quantization=stored, physical=source.config)
+    device, share, before = jax.devices()[3], 0, bytes_read()
+    for path, leaf in flatten(abstract):
+        for part in jax.tree.leaves(leaf):
+            share += math.prod(part.sharding.shard_shape(part.shape)) * part.dtype.itemsize
+        for part_name, part in stored_parts(path, placement.fitted(dict(flatten(canonical))[path])).items():
+            place = {"driver": "file", "path": f"{native}/weights/{part_name}/"}
+            array = ts.open({"driver": "zarr", "kvstore": place}).result()
+            before += (native / "weights" / part_name / ".zarray").stat().st_size
+            array[part.sharding.devices_indices_map(part.shape)[device]].read().result()
+    assert 0.8 * share < bytes_read() - before <= 1.05 * share

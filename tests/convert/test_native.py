@@ -4,16 +4,20 @@ import json
 import subprocess
 import sys
 
+import jax
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
+from jax.sharding import NamedSharding, PartitionSpec
 
 import convert
 from convert.__main__ import main
 from convert.manifest import FORMAT_VERSION
+from convert.native import _chunk
 from jaxinfer.parameters import declare, flatten
+from meshes import build_mesh
 from tests import tiny
 from tests.convert.meshed import assert_same, load_flat
 
@@ -56,6 +60,19 @@ def test_values_beyond_float16_are_refused(tmp_path):
     native = convert.save_native(convert.open_checkpoint(tmp_path / "hf"), tmp_path / "native", progress=False)
     with pytest.raises(ValueError, match=r"final_norm\.scale has values beyond float16's 65504; use bfloat16"):
         load_flat(convert.open_checkpoint(native), dtype=np.float16)
+
+
+def test_pieces_are_those_of_a_mesh_and_not_too_large(monkeypatch):
+    """151643 is a prime, and so are its pieces' rows; 4 kv heads leave a factor of 2 to the inputs."""
+
+    def piece(*shape, axis):
+        where = NamedSharding(build_mesh(), PartitionSpec(*[None] * axis, "tensor"))
+        return _chunk(jax.ShapeDtypeStruct(shape, np.float32, sharding=where))
+
+    assert piece(4096, 2, 14336, axis=2) == (4096, 2, 1792)
+    assert piece(3584, 4, 9, 128, axis=1) == (1792, 1, 9, 128)
+    assert piece(151643, 3584, axis=0) == (151643, 56)
+    assert piece(32, 8, axis=0) == (32, 8)
 
 
 def test_small_batches_restore_the_same(source, tmp_path, monkeypatch):
