@@ -103,7 +103,7 @@ def main(
         from convert.export import plan_safetensors, save_safetensors
         from convert.plan import plan
 
-        check_destination(destination, force)
+        check_destination(destination, force, checkpoint)
         if mesh is not None:
             from jaxinfer.weights import check_fits
 

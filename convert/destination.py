@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -21,12 +22,18 @@ _PARTIAL, _SCRATCH, _REPLACED = ".partial", ".scratch", ".replaced"
 """Endings of the hidden folders beside a destination: unfinished, needed until the end, and what was there before."""
 
 
-def check_destination(path: Path, force: bool) -> None:
-    """Raises FileExistsError unless a converted checkpoint may be written at `path`."""
+def check_destination(path: Path, force: bool, checkpoint: Checkpoint | None = None, nbytes: int = 0) -> None:
+    """Raises FileExistsError unless a converted checkpoint may be written at `path`: not in place of what it is made
+    of, `checkpoint`. Raises OSError if its disk has less than `nbytes` free.
+    """
     if path.is_symlink():
         raise FileExistsError(f"{path} is a link, which cannot be replaced; give the folder itself, {path.resolve()}")
     if Path.cwd().is_relative_to(path.resolve()):
         raise FileExistsError(f"{path} is the current folder or around it, so it cannot be replaced; leave it first")
+    sources = [] if checkpoint is None else [checkpoint.path, *([checkpoint.adapter] if checkpoint.adapter else [])]
+    if held := [source for source in sources if source.resolve().is_relative_to(path.resolve())]:
+        raise FileExistsError(f"{path} is, or holds, {held[0]}, which would be lost; choose another place")
+    _check_room(path, nbytes)
     if not path.exists():
         return
     replaceable = path.is_dir() and (_is_ours(path) or not any(path.iterdir()))
@@ -34,6 +41,18 @@ def check_destination(path: Path, force: bool) -> None:
         raise FileExistsError(f"{path} is not a native checkpoint, so it is not replaced; remove it yourself")
     if not force:
         raise FileExistsError(f"{path} exists; choose another place, or pass --force to replace it")
+
+
+def _check_room(path: Path, nbytes: int) -> None:
+    """What an unfinished conversion to `path` wrote already counts as free: it is kept, or goes."""
+    parent = next(folder for folder in path.resolve().parents if folder.is_dir())
+    kept = [file for file in _beside(path.resolve(), _PARTIAL).rglob("*") if file.is_file()]
+    free = shutil.disk_usage(parent).free + sum(file.stat().st_size for file in kept)
+    if nbytes > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{nbytes / 1e6:.1f} MB are to be written, and {free / 1e6:.1f} MB are free on the disk of {path}",
+        )
 
 
 @contextmanager

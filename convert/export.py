@@ -46,16 +46,16 @@ def save_safetensors(
 
     `dtype`: "float32", "bfloat16" or "float16"; None: each tensor's own, and the checkpoint's for a quantized one.
     The tokenizer's files are copied. Files that an interrupted call finished are kept, as by `save_native`. Raises
-    FileExistsError as `save_native` does, and ValueError for a checkpoint that we quantized to 8 bits (int4 is written
-    as GPTQ), or that was made of a GGUF file, which has no config.json.
+    FileExistsError and OSError as `save_native` does, and ValueError for a checkpoint that we quantized to 8 bits (int4
+    is written as GPTQ), or that was made of a GGUF file, which has no config.json.
     """
     from convert.loading import progress_bar
 
     path = Path(path).expanduser()
     if dtype is not None and dtype not in NUMPY_DTYPES:
         raise ValueError(f"dtype '{dtype}' is not supported; supported: {', '.join(NUMPY_DTYPES)}")
-    check_destination(path, force)
     configs, values, tensors = _outgoing(checkpoint, dtype)
+    check_destination(path, force, checkpoint, sum(tensor.nbytes for tensor in tensors))
     same = fingerprint(checkpoint, format="safetensors", dtype=dtype, shard_bytes=shard_bytes)
     with resumable(path, same) as finished:
         building = finished.folder

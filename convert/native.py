@@ -74,19 +74,20 @@ def save_native(
     `tokenizer`: anything with `save_pretrained(folder)`. Holds one weight in memory at a time. What an interrupted
     call wrote is checked and kept, if source and settings are still the same, and `ready_of`, which says what the
     weights that are ready were made of; without it nothing is kept where there are such weights. Raises
-    FileExistsError if `path` exists, unless `force` replaces a native checkpoint or an empty folder; ValueError for an
+    FileExistsError if `path` exists, unless `force` replaces a native checkpoint or an empty folder, and if it is or
+    holds the checkpoint; OSError if its disk has less room than the weights take; ValueError for an
     unknown dtype, groups that do not divide the model, or a checkpoint already native, or already quantized.
     """
     path, dtype = Path(path).expanduser(), dtype or checkpoint.dtype
     if dtype not in NUMPY_DTYPES:
         raise ValueError(f"dtype '{dtype}' is not supported; supported: {', '.join(NUMPY_DTYPES)}")
     check_source(checkpoint, quantization)
-    check_destination(path, force)
     quantization = checkpoint.quantization or resolve(checkpoint.config, quantization)
     host = build_mesh(devices=jax.local_devices(backend="cpu")[:1])
     leaves = abstract(checkpoint.config, NUMPY_DTYPES[dtype], functools.partial(sharding, host), quantization)
     arrays = _late(checkpoint, leaves, ready or {})
     total = sum(array.nbytes for array in arrays.values())
+    check_destination(path, force, checkpoint, total)
     settings = {"dtype": dtype, "quantization": quantization, "ready_of": ready_of, "pieces": _SHARES}
     same = None if ready and not ready_of else fingerprint(checkpoint, **settings)
     with resumable(path, same) as finished:

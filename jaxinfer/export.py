@@ -43,7 +43,7 @@ def export_forward(
         raise ValueError(f"a length of {length} is not from 1 to the model's {config.max_position}")
     if config.headless:
         raise ValueError(f"{checkpoint.path} has no head, so no logits; only models that generate are exported")
-    check_destination(path, force)
+    check_destination(path, force, checkpoint)
     name, config = dtype or checkpoint.dtype, config.for_length(length)
     if name not in NUMPY_DTYPES:
         raise ValueError(f"dtype '{name}' is not supported; supported: {', '.join(NUMPY_DTYPES)}")

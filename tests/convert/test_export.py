@@ -107,7 +107,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         convert.save_safetensors(convert.open_checkpoint(native), tmp_path / "x")
     for force in (False, True):  # and no advice that would not help
-        with pytest.raises(FileExistsError, match="is not a native checkpoint, so it is not replaced"):
+        with pytest.raises(FileExistsError, match="which would be lost; choose another place"):
             convert.save_safetensors(source, folder, force=force)
 
 

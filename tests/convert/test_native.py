@@ -1,6 +1,7 @@
 """Native checkpoints: bit-exact, restored on any mesh, written completely or not at all."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -14,8 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import convert
 from convert.__main__ import main
+from convert.export import save_safetensors
 from convert.manifest import FORMAT_VERSION
 from convert.native import _chunk
+from jaxinfer.config import Quantization
 from jaxinfer.parameters import declare, flatten
 from meshes import build_mesh
 from tests import tiny
@@ -113,6 +116,31 @@ def test_destination_is_refused_or_replaced(source, tmp_path):
         convert.save_native(source, precious, force=True, progress=False)
     with pytest.raises(ValueError, match="dtype 'int4' is not supported; supported: float32"):
         convert.save_native(source, tmp_path / "x", dtype="int4")
+
+
+def test_what_is_read_is_not_replaced(source, tmp_path):
+    native = convert.save_native(source, tmp_path / "native", progress=False)
+    inner = tiny.write_checkpoint("llama_one_kv_head", native / "inner")
+    (tmp_path / "link").symlink_to(inner)
+    int8 = {"quantization": Quantization("int8"), "force": True, "progress": False}
+    for read in (native, inner, tmp_path / "link"):
+        for save, options in ((convert.save_native, int8), (save_safetensors, {"force": True})):
+            with pytest.raises(FileExistsError, match=r"is, or holds, .*, which would be lost; choose another place"):
+                save(convert.open_checkpoint(read), native, **options)
+    assert convert.open_checkpoint(inner).format == "safetensors"
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(source, tmp_path, monkeypatch):
+    full = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr("convert.destination.shutil.disk_usage", lambda path: full)
+    for save in (convert.save_native, save_safetensors):
+        with pytest.raises(OSError, match=r"0\.\d MB are to be written, and 0\.1 MB are free on the disk of"):
+            save(source, tmp_path / "deep" / "x", progress=False)
+    assert [file.name for file in tmp_path.iterdir()] == ["hf"]
+    partial = tmp_path / ".x.partial"
+    partial.mkdir()
+    (partial / "kept").write_bytes(bytes(2_000_000))
+    convert.save_native(source, tmp_path / "x", progress=False)
 
 
 @pytest.mark.parametrize("damaged", ["[]", '{"format_version": 1}', '{"format_version": "1"}', "{"])
