@@ -22,6 +22,7 @@ from convert.families.ernie import ERNIE4_5
 from convert.families.exaone import EXAONE4
 from convert.families.fields import Fields, token_ids
 from convert.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
+from convert.families.general import skip_general
 from convert.families.glm import GLM, GLM4
 from convert.families.gpt2 import GPT2, GPT_BIGCODE, GPT_NEO
 from convert.families.gptj import GPT_NEOX, GPTJ
@@ -123,26 +124,6 @@ def register_family(name: str, config_fn: Callable[[Fields], ModelConfig], tenso
     FAMILIES[name] = Family(config_fn, tensor_table)
 
 
-_NO_EFFECT = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path activation_dropout architectures
-    attention_dropout attn_implementation attn_pdrop auto_map classifier_dropout dropout dtype emb_pdrop embd_pdrop
-    embed_dropout embedding_dropout gradient_checkpointing hidden_dropout id2label init_std initializer_range label2id
-    layerdrop model_type name_or_path num_labels output_attentions output_hidden_states pad_token_id problem_type
-    resid_dropout resid_pdrop residual_dropout return_dict sep_token_id summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class torch_dtype torchscript
-    transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_cache use_return_dict
-"""
-"""Fields that describe files, training or return types: never what the model computes at inference."""
-
-_GENERATION = """
-    begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
-    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens
-    min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores
-    remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
-"""
-"""Sampling defaults that older transformers wrote into config.json; a request's own parameters replace them."""
-
-
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family of a config.json. Raises ValueError, listing the supported ones, if there is none."""
     model_type = config.get("model_type")
@@ -163,16 +144,7 @@ def model_config(
     """
     family = family_of(config, where)
     fields = Fields(config, where)
-    fields.ignore(_NO_EFFECT.split())
-    fields.ignore(_GENERATION.split())
-    fields.expect("quantization_config", None)
-    fields.expect("is_encoder_decoder", False)
-    fields.expect("is_decoder", False, True)
-    fields.expect("add_cross_attention", False)
-    fields.expect("cross_attention_hidden_size", None)
-    fields.expect("tie_encoder_decoder", False)
-    fields.expect("chunk_size_feed_forward", 0)
-    fields.expect("pruned_heads", {})
+    skip_general(fields)
     result = family.config(fields)
     fields.finish()
     ends = token_ids(Fields(generation or {}, "generation_config.json"), "eos_token_id")

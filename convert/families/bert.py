@@ -42,9 +42,8 @@ _ENCODER: dict[str, Any] = {
     "mlp_bias": True,
 }
 _TRAINING = """
-    attention_probs_dropout_prob directionality finetuning_task hidden_dropout_prob output_past pooler_fc_size
-    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type qa_dropout seq_classif_dropout
-    sinusoidal_pos_embds tie_weights_
+    directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
+    qa_dropout seq_classif_dropout sinusoidal_pos_embds tie_weights_
 """
 """Of training and of heads that are left out; sinusoidal positions are stored like learned ones."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from convert import joined, transforms
 from convert.families.decoder import common_fields, norm_rows
 from convert.families.fields import Fields
+from convert.families.general import skip_general
 from convert.families.table import Family, Source
 from jaxinfer.config import ModelConfig, RopeConfig
 
@@ -29,11 +30,11 @@ def _config(fields: Fields) -> ModelConfig:
     common = common_fields(fields, _DEFAULTS, _NAMES, rope=False)
     fields.expect("router_aux_loss_coef", 0.05)
     fields.ignore(["output_router_logits"])
-    attention = Fields(dict(fields.get("attn_config") or {}), f"{fields.where}, attn_config")
-    attention.ignore(["attn_pdrop", "model_type"])
+    attention, mlp = fields.section("attn_config"), fields.section("ffn_config")
+    skip_general(attention)
+    skip_general(mlp)
     clip = attention.get("clip_qkv")
-    mlp = Fields(dict(fields.get("ffn_config") or {}), f"{fields.where}, ffn_config")
-    mlp.ignore(["moe_jitter_eps", "moe_loss_weight", "uniform_expert_assignment", "model_type", "hidden_size"])
+    mlp.ignore(["moe_jitter_eps", "moe_loss_weight", "uniform_expert_assignment", "hidden_size"])
     mlp.expect("ffn_act_fn", {"name": "silu"}, None)
     mlp.expect("moe_normalize_expert_weights", 1.0, None)
     size = mlp.integer("ffn_hidden_size", 3584)

@@ -16,7 +16,6 @@ class Fields:
         self.where = where
         self._values = values
         self._unread = set(values)
-        self._ignored: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -38,10 +37,8 @@ class Fields:
         self._unread.add(name)
 
     def section(self, name: str) -> Fields:
-        """The fields of a nested config, in which what is ignored here so far is ignored too; read and `finish` it."""
-        section = Fields(dict(self.get(name) or {}), f"{self.where}, {name}")
-        section.ignore(self._ignored)
-        return section
+        """The fields of a nested config; read and `finish` it."""
+        return Fields(dict(self.get(name) or {}), f"{self.where}, {name}")
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer. Raises ValueError for anything else, or if absent without a default."""
@@ -98,9 +95,7 @@ class Fields:
 
     def ignore(self, names: Iterable[str]) -> None:
         """Skip fields that cannot change what the model computes."""
-        names = set(names)
-        self._unread -= names
-        self._ignored |= names
+        self._unread -= set(names)
 
     def finish(self) -> None:
         """Raise ValueError naming the fields that were not understood."""

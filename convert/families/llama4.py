@@ -36,7 +36,7 @@ def _config(fields: Fields) -> ModelConfig:
     layers = range(common["num_layers"])
     bias = fields.boolean("attention_bias", False)
     without_rope = _layers_without_rope(fields, layers)
-    fields.ignore(["cache_implementation", "for_llm_compressor", "output_router_logits"])
+    fields.ignore(["for_llm_compressor", "output_router_logits"])
     fields.ignore(["router_aux_loss_coef", "router_jitter_noise"])
     rope = common["rope"]
     if rope.attention_factor != 1.0:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from convert.families.fields import Fields, token_ids
+from convert.families.general import skip_general
 from convert.families.table import Source, Table
 from jaxinfer.config import ModelConfig
 
@@ -18,6 +19,7 @@ def text_config(
     A head is tied, and there are end ids, where either section says so.
     """
     text = fields.section("text_config")
+    skip_general(text)
     read = text.choice("model_type", text.get("model_type", default), readers)
     fields.ignore(["vision_config", "bos_token_id"])
     tied, ends = fields.boolean("tie_word_embeddings", False), token_ids(fields, "eos_token_id")
