@@ -5,6 +5,7 @@ from __future__ import annotations
 from convert import joined, transforms
 from convert.families.decoder import common_fields, linear_rows, norm_rows
 from convert.families.fields import Fields
+from convert.families.general import skip_general
 from convert.families.gpt2 import LAYER_NORM, MASKS
 from convert.families.table import Family, Source, Table
 from jaxinfer.config import ModelConfig
@@ -53,8 +54,10 @@ def _bloom(fields: Fields) -> ModelConfig:
         "norm_eps": "layer_norm_epsilon",
     }
     common = common_fields(fields, _BLOOM, names, rope=False)
+    fields.expect("hidden_size", common["hidden_size"])  # again, beside n_embed
+    fields.expect("n_inner", None, common["mlp_size"])
     fields.expect("apply_residual_connection_post_layernorm", False)
-    fields.ignore(["pretraining_tp", "slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion", "hidden_size"])
+    fields.ignore(["pretraining_tp", "slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion"])
     fields.ignore(["offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "attention_softmax_in_fp32"])
     return ModelConfig(
         family="bloom",
@@ -77,13 +80,17 @@ def _falcon(fields: Fields) -> ModelConfig:
         "hidden_act": "activation",
         "norm_eps": "layer_norm_epsilon",
     }
+    fields.expect("apply_residual_connection_post_layernorm", False)
     alibi = fields.boolean("alibi", False)
     common = common_fields(fields, _FALCON, names, rope=not alibi)
+    fields.expect("ff_factor", common["mlp_size"] / common["hidden_size"])  # again
     if alibi:
         fields.ignore(["rope_theta", "rope_parameters", "rope_scaling"])
     grouped = fields.boolean("new_decoder_architecture", False)
     one_kv_head = fields.boolean("multi_query", True) and not grouped
-    parallel = fields.boolean("parallel_attn", True) or grouped
+    parallel = fields.boolean("parallel_attn", True)
+    if grouped and not parallel:
+        raise ValueError(f"{fields.where}: 'parallel_attn' is False with 'new_decoder_architecture', which is parallel")
     norms = fields.get("num_ln_in_parallel_attn")
     norms = (2 if grouped else 1) if norms is None else fields.integer("num_ln_in_parallel_attn", norms)
     if norms == 2 and not grouped:
@@ -118,13 +125,14 @@ def _mpt(fields: Fields) -> ModelConfig:
     fields.expect("embedding_fraction", 1.0)
     fields.expect("norm_type", "low_precision_layernorm")
     fields.ignore(["learned_pos_emb", "init_config", "init_device", "verbose", "use_pad_tok_in_ffn", "tokenizer_name"])
-    attention = Fields(dict(fields.get("attn_config") or {}), f"{fields.where}, attn_config")
+    attention = fields.section("attn_config")
+    skip_general(attention)
     attention.expect("alibi", True)
     attention.expect("qk_ln", False)
     attention.expect("prefix_lm", False)
     attention.expect("attn_uses_sequence_id", False)
     attention.expect("attn_type", "multihead_attention")
-    attention.ignore(["attn_impl", "attn_pdrop", "model_type", "architectures"])
+    attention.ignore(["attn_impl"])
     clip, scale = attention.get("clip_qkv"), attention.get("softmax_scale")
     config = ModelConfig(
         family="mpt",

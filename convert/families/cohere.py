@@ -27,6 +27,7 @@ _NAMES = {"norm_eps": "layer_norm_eps"}
 
 def _cohere(fields: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
+    fields.ignore(["model_max_length"])  # of the tokenizer
     return ModelConfig(
         family="cohere",
         **common_fields(fields, _DEFAULTS, _NAMES),

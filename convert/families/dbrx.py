@@ -38,12 +38,16 @@ def _config(fields: Fields) -> ModelConfig:
     mlp.expect("ffn_act_fn", {"name": "silu"}, None)
     mlp.expect("moe_normalize_expert_weights", 1.0, None)
     size = mlp.integer("ffn_hidden_size", 3584)
+    kv_heads, theta = attention.integer("kv_n_heads", 1), attention.number("rope_theta", 10_000.0)
+    # Again, as transformers writes them.
+    fields.expect("num_key_value_heads", kv_heads, None)
+    fields.expect("rope_parameters", None, {"rope_type": "default", "rope_theta": theta})
     config = ModelConfig(
         family="dbrx",
         **{
             **common,
-            "num_kv_heads": attention.integer("kv_n_heads", 1),
-            "rope": RopeConfig(theta=attention.number("rope_theta", 10_000.0)),
+            "num_kv_heads": kv_heads,
+            "rope": RopeConfig(theta=theta),
             "mlp_size": size,
         },
         norm="layer",

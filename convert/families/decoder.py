@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from convert import transforms
@@ -15,8 +15,11 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
@@ -31,6 +34,7 @@ BASE: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "rope_theta": 10_000.0,
     "partial_rotary_factor": None,
+    "original_max_position_embeddings": None,
     "bos_token_id": None,
     "eos_token_id": None,
 }
@@ -116,7 +120,15 @@ def common_fields(
     head_dim = _head_dim(fields, hidden_size, num_heads, defaults["head_dim"], rope)
     turned = None
     if rope:
-        turned = rope_config(fields, max_position, head_dim, defaults["rope_theta"], defaults["partial_rotary_factor"])
+        turned = rope_config(
+            fields,
+            max_position,
+            head_dim,
+            defaults["rope_theta"],
+            defaults["partial_rotary_factor"],
+            defaults["original_max_position_embeddings"],
+            names,
+        )
     return {
         "vocab_size": integer("vocab_size"),
         "hidden_size": hidden_size,
@@ -135,15 +147,21 @@ def common_fields(
     }
 
 
-def layer_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Per-layer windows of the Qwen families: `layer_types` if given, else all layers from `max_window_layers` on."""
+def layer_windows(
+    fields: Fields, num_layers: int, slides: Callable[[int], bool] | None = None, default: int | None = 4096
+) -> tuple[int | None, ...]:
+    """Per-layer windows, if `use_sliding_window` says that there are any: of the layers that `layer_types` says.
+
+    slides: which they are if it is absent; as a rule those from `max_window_layers` on. default: of `sliding_window`.
+    """
     used = fields.boolean("use_sliding_window", False)
-    window = fields.get("sliding_window", 4096)
+    window = fields.get("sliding_window", default)
     window = fields.integer("sliding_window", window) if used and window is not None else None
     first = fields.get("max_window_layers", 28)
     kinds = fields.get("layer_types")
     if kinds is None:
-        sliding = [window is not None and layer >= first for layer in range(num_layers)]
+        slides = slides or (lambda layer: layer >= first)
+        sliding = [window is not None and slides(layer) for layer in range(num_layers)]
     else:
         sliding = sliding_layers(fields, kinds)
     if any(sliding) and window is None:
@@ -153,12 +171,18 @@ def layer_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     return windows_of(sliding, window)
 
 
-def pattern_windows(fields: Fields, num_layers: int, window: int | None, pattern: int) -> tuple[int | None, ...]:
+def pattern_windows(
+    fields: Fields, num_layers: int, window: int | None, pattern: int, fixed: bool = False
+) -> tuple[int | None, ...]:
     """Per-layer windows: `layer_types` if given, else every `sliding_window_pattern`-th layer looks at everything.
 
-    window, pattern: what `sliding_window` and `sliding_window_pattern` are by default.
+    window, pattern: what `sliding_window` and `sliding_window_pattern` are by default; fixed: the latter always.
     """
     names = ("sliding_window_pattern", "_sliding_window_pattern")
+    if fixed:
+        for name in names:
+            fields.expect(name, pattern, None)
+        return layer_kinds_windows(fields, num_layers, window, pattern)
     if fields.get("layer_types") is None:
         for name in names:
             pattern = fields.integer(name, pattern) if fields.get(name) is not None else pattern

@@ -53,7 +53,8 @@ _V3 = {
 
 def _shared(fields: Fields, defaults: dict[str, Any]) -> dict[str, Any]:
     common = common_fields(fields, {**defaults, "head_dim": 2}, rope=False)  # heads are made of other fields
-    fields.ignore(["head_dim", "qk_head_dim", "num_key_value_heads"])
+    fields.ignore(["head_dim", "qk_head_dim"])
+    fields.expect("num_key_value_heads", common["num_heads"], None)
     fields.ignore(["aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits", "num_nextn_predict_layers"])
     fields.ignore(["num_mtp_layers", "router_aux_loss_coef"])
     fields.expect("attention_bias", False)

@@ -70,8 +70,8 @@ def _later(fields: Fields, common: dict[str, Any], caps: tuple[float | None, flo
 
 def _gemma2(fields: Fields) -> ModelConfig:
     common = common_fields(fields, {**_DEFAULTS, **_SMALL}, {"hidden_act": "hidden_activation"})
-    fields.ignore(["cache_implementation"])
-    windows = pattern_windows(fields, common["num_layers"], 4096, 2)
+    windows = pattern_windows(fields, common["num_layers"], 4096, 2, fixed=True)
+    fields.expect("sliding_window_size", fields.get("sliding_window", 4096))  # again
     return ModelConfig(family="gemma2", **_later(fields, common, (50.0, 30.0)), windows=windows)
 
 
@@ -79,7 +79,6 @@ def _gemma3(fields: Fields) -> ModelConfig:
     defaults = {**_DEFAULTS, **_SMALL, "vocab_size": 262208, "max_position_embeddings": 131072}
     common = common_fields(fields, defaults, {"hidden_act": "hidden_activation"}, rope=False)
     rope, window_rope = layer_ropes(fields, common["max_position"], common["head_dim"], 1_000_000.0, 10_000.0)
-    fields.ignore(["cache_implementation"])
     return ModelConfig(
         family="gemma3_text",
         **{**_later(fields, common, (None, None)), "rope": rope},

@@ -27,8 +27,14 @@ _NEOX = {
     "hidden_act": "gelu",
     "max_position_embeddings": 2048,
     "norm_eps": 1e-5,
+    "partial_rotary_factor": 0.25,
     "bos_token_id": 0,
     "eos_token_id": 2,
+}
+_NEOX_NAMES = {
+    "norm_eps": "layer_norm_eps",
+    "rope_theta": "rotary_emb_base",
+    "partial_rotary_factor": "rotary_pct",
 }
 
 
@@ -50,15 +56,10 @@ def _gptj(fields: Fields) -> ModelConfig:
 
 
 def _neox(fields: Fields) -> ModelConfig:
-    defaults = {
-        **_NEOX,
-        "rope_theta": fields.number("rotary_emb_base", 10_000.0),
-        "partial_rotary_factor": fields.number("rotary_pct", 0.25),
-    }
     bias = fields.boolean("attention_bias", True)
     return ModelConfig(
         family="gpt_neox",
-        **common_fields(fields, defaults, {"norm_eps": "layer_norm_eps"}),
+        **common_fields(fields, _NEOX, _NEOX_NAMES),
         **LAYER_NORM,
         qkv_bias=bias,
         out_bias=bias,

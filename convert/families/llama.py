@@ -26,7 +26,7 @@ def _config(fields: Fields) -> ModelConfig:
     fields.expect("pretraining_tp", 1, None)
     fields.expect("rope_interleaved", False)
     fields.expect("sliding_window", None)
-    fields.ignore(["is_llama_config"])
+    fields.ignore(["is_llama_config", "max_sequence_length"])
     return ModelConfig(
         family="llama",
         **common_fields(fields, _DEFAULTS),

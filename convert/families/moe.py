@@ -12,6 +12,7 @@ from convert.families.decoder import (
     layer_windows,
     linear_rows,
     pattern_windows,
+    sliding_layers,
 )
 from convert.families.fields import Fields
 from convert.families.granite import DEFAULTS as GRANITE_DEFAULTS
@@ -106,15 +107,18 @@ def _qwen(fields: Fields, common: dict[str, Any], per_token: int, size: int, nam
         "expert_size": fields.integer("moe_intermediate_size", size),
         "router_normalise": fields.boolean("norm_topk_prob", False),
         "dense_layers": tuple(layer for layer in layers if layer in dense or (layer + 1) % step != 0),
-        "windows": layer_windows(fields, common["num_layers"]),
     }
 
 
 def _qwen2_moe(fields: Fields) -> ModelConfig:
     common = common_fields(fields, _QWEN2)
+    first_without = fields.get("max_window_layers", 28)
     return ModelConfig(
         family="qwen2_moe",
         **_qwen(fields, common, 4, 1408, "num_experts", 60),
+        windows=layer_windows(
+            fields, common["num_layers"], slides=lambda layer: layer % 2 == 0 and layer < first_without
+        ),
         shared_expert_size=fields.integer("shared_expert_intermediate_size", 5632),
         qkv_bias=fields.boolean("qkv_bias", True),
     )
@@ -127,10 +131,23 @@ def _qwen3_moe(fields: Fields) -> ModelConfig:
     return ModelConfig(
         family="qwen3_moe",
         **_qwen(fields, common, 8, 768, name, 128),
+        windows=_all_or_none(fields, common["num_layers"]),
         qk_norm=True,
         qkv_bias=bias,
         out_bias=bias,
     )
+
+
+def _all_or_none(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Windows of Qwen3-MoE: in all layers, if in any."""
+    used = fields.boolean("use_sliding_window", False) and fields.get("sliding_window", 4096) is not None
+    kinds = fields.get("layer_types")
+    if kinds is not None and sliding_layers(fields, kinds) != [used] * num_layers:
+        raise ValueError(
+            f"{fields.where}: 'layer_types' has {'full' if used else 'sliding'} layers, but by 'use_sliding_window' "
+            f"and 'sliding_window' {'all' if used else 'none'} of them have the window"
+        )
+    return layer_windows(fields, num_layers, slides=lambda layer: True)
 
 
 def _olmoe(fields: Fields) -> ModelConfig:
@@ -182,7 +199,7 @@ def _gpt_oss(fields: Fields) -> ModelConfig:
         expert_size=common["mlp_size"],
         expert_bias=True,
         sinks=True,
-        windows=pattern_windows(fields, common["num_layers"], 128, 2),
+        windows=pattern_windows(fields, common["num_layers"], 128, 2, fixed=True),
         qkv_bias=bias,
         out_bias=bias,
     )

@@ -13,7 +13,6 @@ _DEFAULTS = {
     "intermediate_size": 24576,
     "num_hidden_layers": 32,
     "num_attention_heads": 48,
-    "head_dim": 128,
     "hidden_act": "relu2",
     "max_position_embeddings": 4096,
     "norm_eps": 1e-5,
@@ -25,9 +24,11 @@ _DEFAULTS = {
 
 def _config(fields: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
+    common = common_fields(fields, _DEFAULTS, {"norm_eps": "norm_eps"})
+    fields.expect("kv_channels", common["head_dim"])  # again
     return ModelConfig(
         family="nemotron",
-        **common_fields(fields, _DEFAULTS, {"norm_eps": "norm_eps"}),
+        **common,
         norm="layer",
         norm_bias=True,
         norm_offset=1.0,

@@ -56,7 +56,7 @@ def _olmo3(fields: Fields) -> ModelConfig:
         family="olmo3",
         **{**common, "rope": rope},
         window_rope=window_rope,
-        windows=pattern_windows(fields, common["num_layers"], 4096, 4),
+        windows=pattern_windows(fields, common["num_layers"], 4096, 4, fixed=True),
         norm_placement="output",
         qk_norm=True,
         qk_norm_span="all_heads",

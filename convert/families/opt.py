@@ -28,11 +28,13 @@ def _config(fields: Fields) -> ModelConfig:
     common = common_fields(
         fields, _DEFAULTS, {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"}, rope=False
     )
-    fields.ignore(["prefix"])  # of prompts
     before = fields.boolean("do_layer_norm_before", True)
+    bare = fields.boolean("_remove_final_layer_norm", False)
     affine = fields.boolean("layer_norm_elementwise_affine", True)
     bias = fields.boolean("enable_bias", True)
-    embedding_size = fields.integer("word_embed_proj_dim", common["hidden_size"])
+    embedding_size = common["hidden_size"]
+    if fields.get("word_embed_proj_dim") is not None:
+        embedding_size = fields.integer("word_embed_proj_dim")
     return ModelConfig(
         family="opt",
         **common,
@@ -40,7 +42,7 @@ def _config(fields: Fields) -> ModelConfig:
         norm_scale=affine,
         norm_bias=affine,
         norm_placement="pre" if before else "post",
-        final_norm=before and not fields.boolean("_remove_final_layer_norm", False),
+        final_norm=before and not bare,
         gated_mlp=False,
         qkv_bias=bias,
         out_bias=bias,

@@ -31,6 +31,7 @@ _PHI3 = {
     "max_position_embeddings": 4096,
     "norm_eps": 1e-5,
     "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": 4096,
     "bos_token_id": 1,
     "eos_token_id": 32000,
 }
@@ -55,7 +56,10 @@ def _phi(fields: Fields) -> ModelConfig:
 
 def _phi3(fields: Fields) -> ModelConfig:
     common = common_fields(fields, _PHI3)
-    fields.expect("attention_bias", False)
+    for name in ("attention_bias", "lm_head_bias", "mlp_bias"):
+        fields.expect(name, False)
+    fields.expect("full_attn_mod", 1)  # of Phi-4-mini: every so manieth layer looks at everything
+    fields.expect("interpolate_factor", 1)
     return ModelConfig(family="phi3", **common, windows=every_layer_window(fields, common["num_layers"], None))
 
 

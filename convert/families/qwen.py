@@ -22,6 +22,7 @@ _DEFAULTS = {
 
 
 def _qwen2(fields: Fields) -> ModelConfig:
+    fields.expect("use_mrope", False)
     common = common_fields(fields, _DEFAULTS)
     windows = layer_windows(fields, common["num_layers"])
     return ModelConfig(family="qwen2", **common, windows=windows, qkv_bias=True)

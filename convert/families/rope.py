@@ -6,7 +6,7 @@ Older configs say `rope_theta` and `rope_scaling` (its kind under `type` or `rop
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from convert.families.fields import Fields
@@ -14,30 +14,78 @@ from jaxinfer.config import RopeConfig
 
 
 def rope_config(
-    fields: Fields, max_position: int, head_dim: int, theta: float = 10_000.0, partial: float | None = None
+    fields: Fields,
+    max_position: int,
+    head_dim: int,
+    theta: float = 10_000.0,
+    partial: float | None = None,
+    original: int | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> RopeConfig:
     """The RopeConfig of a config. Raises ValueError for a kind or a setting that is not supported.
 
-    theta, partial: the defaults of `rope_theta` and `partial_rotary_factor`; partial None: the family has none.
+    theta, partial, original: the defaults of `rope_theta`, `partial_rotary_factor` and, beside the section,
+    `original_max_position_embeddings`; partial None: the family has none. names: what it calls the first two.
     """
-    scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
-    section = "rope_scaling" if scaling else "rope_parameters"  # where both are, transformers takes rope_scaling
-    values = dict(scaling or parameters or {})
-    values.setdefault("rope_theta", fields.get("rope_theta", theta))
-    if partial is None:
-        fields.expect("partial_rotary_factor", 1.0, None)
-    else:
-        values.setdefault("partial_rotary_factor", fields.number("partial_rotary_factor", partial))
-    original = fields.get("original_max_position_embeddings")  # outranks the one inside the section
-    if original is not None:
-        values["original_max_position_embeddings"] = original
+    values, section = _section(fields)
+    for name, default in (("rope_theta", theta), ("partial_rotary_factor", partial)):
+        if default is None:
+            fields.expect(name, 1.0, None)
+            continue
+        _settle(fields, values, section, name, default, (names or {}).get(name))
+        if name in (names or {}):
+            fields.expect(name, values[name])  # again, under the usual name
+    trained = "original_max_position_embeddings"
+    outside = fields.get(trained, original)  # outranks the one inside the section
+    if outside is not None:
+        if values.get(trained, outside) not in (outside, None):
+            raise ValueError(
+                f"{fields.where}: '{trained}' is {outside}{'' if trained in fields else ' by default'}, but "
+                f"{values[trained]} in '{section}'; give it one value"
+            )
+        values[trained] = outside
     return section_rope(Fields(values, f"{fields.where}, {section}"), max_position, head_dim, partial is not None)
+
+
+def _section(fields: Fields) -> tuple[dict[str, Any], str]:
+    """The settings, and what they are called. Raises ValueError if they are there in both dialects and differ."""
+    scaling, parameters = (dict(fields.get(name) or {}) for name in ("rope_scaling", "rope_parameters"))
+    beside = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor") if name in fields}
+    if scaling and parameters and {**beside, **_one_kind(scaling)} != {**beside, **_one_kind(parameters)}:
+        raise ValueError(f"{fields.where}: 'rope_scaling' and 'rope_parameters' say different things; keep one of them")
+    return (scaling, "rope_scaling") if scaling else (parameters, "rope_parameters")
+
+
+def _one_kind(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A section whose kind is under `rope_type` only."""
+    values = dict(values)
+    kind = values.pop("type", "default")
+    return {"rope_type": kind, **values}
+
+
+def _settle(
+    fields: Fields, values: dict[str, Any], section: str, name: str, default: float, beside: str | None = None
+) -> None:
+    """Have a setting in the section that may be beside it instead. Raises ValueError if it is in both and differs.
+
+    beside: what it is called there.
+    """
+    beside = beside or name
+    if beside in fields and values.setdefault(name, fields.get(beside)) != fields.get(beside):
+        raise ValueError(
+            f"{fields.where}: '{beside}' is {fields.get(beside)!r}, but '{name}' in '{section}' is {values[name]!r}; "
+            "keep one of them"
+        )
+    values.setdefault(name, default)
 
 
 def section_rope(fields: Fields, max_position: int, head_dim: int, partial: bool = False) -> RopeConfig:
     """The RopeConfig of a section that spells out everything."""
-    kind = fields.get("rope_type", fields.get("type", "default"))
+    old = fields.get("type", "default")
+    kind = fields.get("rope_type", old)
     read = fields.choice("rope_type", kind, _KINDS)
+    if "type" in fields and _KINDS.get(old) is not read:
+        raise ValueError(f"{fields.where}: 'type' is {old!r}, but 'rope_type' is {kind!r}; keep one of them")
     if not partial:
         fields.expect("partial_rotary_factor", 1.0)
     dims = int(head_dim * fields.number("partial_rotary_factor", 1.0))
@@ -63,9 +111,12 @@ def layer_ropes(
     full, window = ({**(sections.pop(f"{kind}_attention", None) or {})} for kind in ("full", "sliding"))
     if sections:
         raise ValueError(f"{fields.where}: 'rope_parameters' has {', '.join(sections)} besides a section for each kind")
-    full |= fields.get("rope_scaling") or {}
-    full.setdefault("rope_theta", fields.get("rope_theta", theta))
-    window.setdefault("rope_theta", fields.get("rope_local_base_freq", window_theta))
+    scaling = dict(fields.get("rope_scaling") or {})
+    if full and scaling and {**full, **_one_kind(scaling)} != _one_kind(full):
+        raise ValueError(f"{fields.where}: 'rope_scaling' and 'rope_parameters' say different things; keep one of them")
+    full |= scaling
+    _settle(fields, full, "full_attention", "rope_theta", theta)
+    _settle(fields, window, "sliding_attention", "rope_theta", window_theta, "rope_local_base_freq")
     return tuple(  # type: ignore[return-value]
         section_rope(Fields(values, f"{fields.where}, rope_parameters"), max_position, head_dim)
         for values in (full, window)

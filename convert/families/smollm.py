@@ -35,7 +35,7 @@ def _config(fields: Fields) -> ModelConfig:
     return ModelConfig(
         family="smollm3",
         **common,
-        windows=layer_windows(fields, common["num_layers"]),
+        windows=layer_windows(fields, len(layers), slides=lambda layer: not has_rope[layer], default=None),
         no_rope_layers=tuple(layer for layer in layers if not has_rope[layer]),
         qkv_bias=bias,
         out_bias=bias,

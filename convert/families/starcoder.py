@@ -29,6 +29,9 @@ def _config(fields: Fields) -> ModelConfig:
     bias = fields.boolean("use_bias", True)
     fields.expect("mlp_type", "default")
     fields.expect("norm_type", "layer_norm")
+    fields.expect("layer_norm_epsilon", common["norm_eps"])  # again
+    fields.expect("scale_attn_weights", True)
+    fields.ignore(["attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"])
     return ModelConfig(
         family="starcoder2",
         **common,

@@ -39,14 +39,14 @@ VARIANTS = {
         **BASE,
         "rope_theta": 7.0,
         "rope_scaling": {"type": "linear", "factor": 2.0},
-        "rope_parameters": {"rope_type": "default", "rope_theta": 9.0},
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0},
     },
     "theta outside": {"model_type": "llama", **BASE, "rope_theta": 7.0, "rope_parameters": {"rope_type": "default"}},
     "original length outside": {
         "model_type": "llama",
         **BASE,
         "original_max_position_embeddings": 64,
-        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128},
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
     },
     "original length absent": {"model_type": "llama", **BASE, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
 }
