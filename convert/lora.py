@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,8 +32,8 @@ _FILES: dict[str, Callable[[Path], dict[str, Stored]]] = {
 _PREFIX = "base_model.model."
 _PAIRS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
 _NO_EFFECT = """
-    auto_mapping base_model_name_or_path exclude_modules inference_mode layers_pattern layers_to_transform lora_dropout
-    megatron_core modules_to_save peft_version qalora_group_size r rank_pattern revision runtime_config target_modules
+    auto_mapping base_model_name_or_path eva_config exclude_modules inference_mode layers_pattern layers_to_transform
+    lora_dropout megatron_core modules_to_save peft_version qalora_group_size revision runtime_config target_modules
     task_type
 """
 """Fields that say how the adapter was made and trained, or what the names and shapes of its tensors say as well."""
@@ -87,7 +88,11 @@ def merged(reader: Reader, folder: Path) -> Reader:
     changes, replaced = read_adapter(folder)
     added = {name: tensor.shape for name, tensor in (replaced | changes).items()}
     held = {name: info.shape for name, info in reader.tensors.items()}
-    strangers = [f"{name} {list(shape)}" for name, shape in added.items() if held.get(name) != shape]
+    # A tied base has no head to replace. If none of its names is a head's, opening it refuses the new one.
+    ends = tuple(f"{module}.weight" for module in read_config(folder).get("modules_to_save") or ())
+    new = {name for name in replaced.keys() - held.keys() if name.endswith(ends)}
+    odd = {name: shape for name, shape in added.items() if held.get(name) != shape and name not in new}
+    strangers = [f"{name} {list(shape)}" for name, shape in odd.items()]
     if strangers:
         raise ValueError(f"{folder} does not fit its base model, which has no such weights: {some(strangers)}")
     return MergingReader(reader, replaced, changes)
@@ -141,16 +146,31 @@ def _settings(fields: Fields) -> tuple[Callable[[str, int], float], bool]:
     fields.expect("bias", "none")
     fields.expect("init_lora_weights", *_INITIALISERS)
     alpha, root = fields.number("lora_alpha"), fields.boolean("use_rslora", False)
-    alphas = fields.get("alpha_pattern") or {}
+    alpha_of, rank_of = _by_module(fields, "alpha_pattern"), _by_module(fields, "rank_pattern")
+    default = fields.integer("r") if "r" in fields else None
     transposed = fields.boolean("fan_in_fan_out", False)
     fields.ignore(_NO_EFFECT.split())
     fields.finish()
 
     def scaling(module: str, rank: int) -> float:
-        own = [value for name, value in alphas.items() if re.fullmatch(rf"(.*\.)?({name})", module)]
-        return (own[0] if own else alpha) / (math.sqrt(rank) if root else rank)
+        if (said := rank_of(module, default)) not in (None, rank):
+            raise ValueError(f"{fields.where}: the rank of {module} is {said}, but its factors have {rank}")
+        return (alpha_of(module, None) or alpha) / (math.sqrt(rank) if root else rank)
 
     return scaling, transposed
+
+
+def _by_module(fields: Fields, name: str) -> Callable[[str, Any], Any]:
+    """(module, default) → what the first pattern that matches says. Raises ValueError for what is no such table."""
+    table = fields.get(name) or {}
+    numbers = isinstance(table, dict) and all(type(value) in (int, float) and value > 0 for value in table.values())
+    try:
+        patterns = {re.compile(rf"(.*\.)?({pattern})"): value for pattern, value in table.items()} if numbers else None
+    except re.error:
+        patterns = None
+    if patterns is None:
+        raise ValueError(f"{fields.where}: {name!r} is {table!r:.100}; it must map patterns of names to numbers")
+    return lambda module, default: next((v for p, v in patterns.items() if p.fullmatch(module)), default)
 
 
 def _tensors(folder: Path) -> dict[str, Stored]:

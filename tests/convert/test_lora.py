@@ -52,7 +52,8 @@ def assert_loads_as(folder, changed):
 def test_it_is_added_to_the_base(tmp_path, monkeypatch):
     monkeypatch.setattr("convert.checkpoint._BLOCK_BYTES", 5000)
     weights, (a, b), (c, d) = tiny.weights("llama"), factors(4, 64, 64, 0), factors(2, 64, 96, 1)
-    folder = adapter(tmp_path / "lora", pair(Q, a, b) | pair(DOWN, c, d), lora_alpha=8)
+    ranks = {"rank_pattern": {"layers.0.mlp.down_proj": 2, "down_proj": 3}, "eva_config": {"rho": 2.0}}
+    folder = adapter(tmp_path / "lora", pair(Q, a, b) | pair(DOWN, c, d), lora_alpha=8, **ranks)
     changed = {
         f"{Q}.weight": weights[f"{Q}.weight"] + 2 * (b @ a),
         f"{DOWN}.weight": weights[f"{DOWN}.weight"] + 4 * (d @ c),
@@ -90,6 +91,16 @@ def test_whole_modules_are_replaced(tmp_path):
     assert_loads_as(folder, {"lm_head.weight": head, f"{EMBED}.weight": head + 1 + (b @ a).T})
 
 
+def test_a_head_takes_its_place_beside_a_tied_embedding(tmp_path):
+    head = np.full((251, 64), 0.5, np.float32)
+    folder = adapter(tmp_path / "lora", {"lm_head.weight": head}, modules_to_save=["lm_head"])
+    weights = tiny.weights("llama")
+    del weights["lm_head.weight"]
+    tiny.write_config({**tiny.CASES["llama"], "tie_word_embeddings": True}, tmp_path / "base")
+    tiny.write_safetensors(weights, tmp_path / "base")
+    assert_loads_as(folder, {"lm_head.weight": head})
+
+
 def test_it_may_be_pickled_and_of_another_dtype(tmp_path):
     a, b = factors(4, 64, 64, 0)
     folder = adapter(tmp_path / "lora", pair(Q, a, b))
@@ -124,6 +135,10 @@ def test_the_checkpoint_is_the_base_s(tmp_path):
         ({"target_parameters": ["experts"]}, "fields not understood: 'target_parameters'"),
         ({"init_lora_weights": "pissa"}, "'init_lora_weights' is 'pissa'"),
         ({"lora_alpha": "8"}, "'lora_alpha' is '8'; it must be a positive number"),
+        ({"r": 8}, r"the rank of model\.layers\.1.*q_proj is 8, but its factors have 4"),
+        ({"rank_pattern": {"q_proj": 2}}, "q_proj is 2, but its factors have 4"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "'alpha_pattern' is .*; it must map patterns of names to numbers"),
+        ({"alpha_pattern": {"(q_proj": 8}}, "'alpha_pattern' is .*; it must map patterns of names to numbers"),
         ({"base_model_name_or_path": None}, "'base_model_name_or_path' must name the model"),
     ],
 )
