@@ -45,6 +45,8 @@ class LLM:
     dtype: of weights, activations and, by default, cache: float32, bfloat16, float16, or auto: float32 on CPU, else
         bfloat16.
     quantization: store the projections in int8, fp8 or int4, made while loading; None: as the checkpoint stores them.
+    quantize_activations: round what goes into projections in int8 or fp8 to their format, too, a scale per token; not
+        into experts or the head. Faster with many tokens, and less exact (docs/quantization.md).
     tensor_parallel_size: devices that share each layer. mesh: in its place, one with axes data, pipe, expert, tensor.
     max_model_len: longest sequence, prompt and output; the model's own limit by default, and for `embed` that of the
         files of sentence-transformers beside it.
@@ -70,6 +72,7 @@ class LLM:
         task: str | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
+        quantize_activations: bool = False,
         tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
@@ -118,7 +121,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         if not (skip_tokenizer_init or isinstance(source, ModelConfig)):
             self.tokenizer = Tokenizer.load(source.path)
-        loaded = startup.load_model(source, self.mesh, dtype, wanted, seed, progress)
+        loaded = startup.load_model(source, self.mesh, dtype, wanted, seed, progress, quantize_activations)
         config = loaded.config.for_length(self.engine_config.max_model_len)
         loaded = dataclasses.replace(loaded, config=config)
         self.weight_bytes = weights.size_in_bytes(loaded.weights)

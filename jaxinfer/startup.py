@@ -45,6 +45,7 @@ def load_model(
     quantization: Quantization | None,
     seed: int,
     progress: bool,
+    quantize_activations: bool = False,
 ) -> LoadedModel:
     """source: an open checkpoint, or a ModelConfig for random weights; quantization: what is asked for."""
     config = source if isinstance(source, ModelConfig) else source.config
@@ -56,13 +57,29 @@ def load_model(
         if (cut := weights.cut_groups(tree)) is not None:
             log.warning("%s: %s; the projections are read as floats", source.path, cut)
             quantization = None
+    if quantize_activations:
+        _check_rounding(quantization)
     if isinstance(source, ModelConfig):
         loaded = weights.random_weights(physical, resolved, mesh, seed, quantization)
     else:
         abstract = weights.abstract_weights(physical, resolved, mesh, quantization)
         loaded = convert.load(source, abstract, physical, progress=progress)
         loaded, physical = weights.fold_head_norm(loaded, physical)
+    if quantize_activations:
+        loaded = weights.rounding_activations(loaded, physical)
+        if physical.num_experts:
+            log.info("activations that go into experts are not rounded; those of other projections are")
     return LoadedModel(physical, loaded, resolved, quantization)
+
+
+def _check_rounding(quantization: Quantization | None) -> None:
+    """ValueError unless these weights can be multiplied by activations in 8 bits."""
+    if quantization is None or quantization.format not in ("int8", "fp8") or not quantization.layers:
+        stored = "not quantized" if quantization is None else f"in {quantization.format}"
+        raise ValueError(
+            f"quantize_activations needs projections in int8 or fp8, and this model's are {stored}; pass "
+            "quantization='int8' or 'fp8' with weights that are not quantized yet, or leave quantize_activations out"
+        )
 
 
 def _quantization(source: convert.Checkpoint | ModelConfig, wanted: Quantization | None) -> Quantization | None:

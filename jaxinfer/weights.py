@@ -109,6 +109,18 @@ def _initialiser(
     return jax.jit(make, out_shardings=jax.tree.map(lambda part: part.sharding, leaf))
 
 
+def rounding_activations(weights: Tree, config: ModelConfig) -> Tree:
+    """The same weights, where those of layers in 8 bits say that what they multiply is rounded, too; experts are left.
+
+    The head is left as well: its products are the logits. config: as laid out for the mesh.
+    """
+    leaves = dict(flatten(weights))
+    for path, parameter in flatten(declare(config)):
+        if is_quantized(leaves[path]) and not parameter.batch and "vocab" not in parameter.axes:
+            leaves[path] = dataclasses.replace(leaves[path], round_activations=True)
+    return unflatten(leaves)
+
+
 def row_lengths(head: Any) -> jax.Array:
     """[vocab] f32: of the head's rows; one for a row of zeros. head: [embed, vocab], or quantized."""
     wide = dequantize(head, jnp.float32).T if is_quantized(head) else head.astype(jnp.float32)

@@ -12,6 +12,8 @@ from typing import Literal
 
 import jax
 
+from pallas_kernels.formats import QuantizedRows
+
 log = logging.getLogger(__name__)
 
 type Implementation = Literal["mosaic", "xla"] | None
@@ -68,9 +70,11 @@ def _log_once(op: str, obstacle: str) -> None:
     log.info("%s runs on XLA: %s", op, obstacle)
 
 
-def check_shape(name: str, array: jax.Array, shape: tuple[int | None, ...]) -> None:
+def check_shape(name: str, array: jax.Array | QuantizedRows, shape: tuple[int | None, ...]) -> None:
     """ValueError unless `array` has this shape; None stands for any size."""
-    fits = array.ndim == len(shape) and all(want in (None, got) for got, want in zip(array.shape, shape, strict=True))
+    fits = len(array.shape) == len(shape) and all(
+        want in (None, got) for got, want in zip(array.shape, shape, strict=True)
+    )
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {array.shape}; it must be [{wanted}]")

@@ -11,6 +11,11 @@ import jax
 import jax.numpy as jnp
 
 type Format = Literal["int8", "fp8", "int4", "mxfp4"]
+type RowFormat = Literal["int8", "fp8"]
+"""Of activations."""
+ROW_DTYPES: dict[RowFormat, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+LARGEST: dict[RowFormat, float] = {"int8": 127.0, "fp8": 448.0}
+"""What the largest of a row, or of an output's weights, is stored as."""
 FORMATS: tuple[Format, ...] = ("int8", "fp8", "int4")
 """Those that every operation takes. mxfp4 is for experts, which some checkpoints have so (gpt-oss)."""
 GROUP_SIZES = (32, 64, 128)
@@ -20,7 +25,9 @@ MXFP4_GROUP = 32
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "scales", "zeros"], meta_fields=["format", "group_size"]
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scales", "zeros"],
+    meta_fields=["format", "group_size", "round_activations"],
 )
 @dataclass(frozen=True)
 class QuantizedArray:
@@ -40,6 +47,8 @@ class QuantizedArray:
     format: Format
     group_size: int | None = None
     """int4 and mxfp4 only: inputs that share a scale."""
+    round_activations: bool = False
+    """int8 and fp8 only: whether what is multiplied by it is rounded to its format, too."""
 
     @property
     def inputs(self) -> int:
@@ -76,10 +85,8 @@ def quantize(
         return _quantize_int4(wide, group_size, symmetric, weight.dtype)
     if format == "mxfp4":
         return _quantize_mxfp4(wide)
-    dtype, largest = (jnp.int8, 127.0) if format == "int8" else (jnp.float8_e4m3fn, 448.0)
-    scales = jnp.max(jnp.abs(wide), axis=-1) / largest
-    stored = wide / jnp.where(scales == 0.0, 1.0, scales)[..., None]
-    return QuantizedArray((jnp.round(stored) if format == "int8" else stored).astype(dtype), scales, None, format)
+    stored = round_rows(wide, format, weight.dtype)
+    return QuantizedArray(stored.values, stored.scales, None, format)
 
 
 def _quantize_int4(wide: jax.Array, group_size: int, symmetric: bool, dtype: Any) -> QuantizedArray:
@@ -173,13 +180,30 @@ def e8m0(exponents: jax.Array) -> jax.Array:
     return jnp.where(exponents == 255, jnp.nan, powers)
 
 
-def quantize_rows(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Activations in 8 bits: x = scale x stored, about, a scale per row. x: [rows, inputs]; dtype: int8 or fp8's.
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["dtype"])
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Activations in 8 bits: x = scale x value, about."""
 
-    Returns ([rows, inputs] of dtype, [rows] f32).
-    """
-    largest = 127.0 if dtype == jnp.int8 else 448.0
-    wide = x.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(wide), axis=-1, initial=0.0) / largest
+    values: jax.Array
+    """[rows, inputs] int8 or float8_e4m3fn."""
+    scales: jax.Array
+    """[rows] f32."""
+    dtype: Any
+    """What they were made of, and what products with them are made in."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def format(self) -> RowFormat:
+        return "int8" if self.values.dtype == jnp.int8 else "fp8"
+
+
+def round_rows(wide: jax.Array, format: RowFormat, dtype: Any) -> QuantizedRows:
+    """wide: [rows, inputs] f32; dtype: that of the activations."""
+    scales = jnp.max(jnp.abs(wide), axis=-1, initial=0.0) / LARGEST[format]
     stored = wide / jnp.where(scales == 0.0, 1.0, scales)[..., None]
-    return (jnp.round(stored) if dtype == jnp.int8 else stored).astype(dtype), scales
+    values = (jnp.round(stored) if format == "int8" else stored).astype(ROW_DTYPES[format])
+    return QuantizedRows(values, scales, jnp.dtype(dtype))

@@ -16,6 +16,7 @@ from pallas_kernels.moe import moe
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
 from pallas_kernels.quant_matmul import quant_matmul
+from pallas_kernels.quantize_rows import quantize_rows
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.target import Target
 
@@ -53,6 +54,10 @@ def _examples() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         for format in formats.FORMATS:
             weight = jax.eval_shape(functools.partial(formats.quantize, format=format), _array((EMBED, MLP)))
             yield f"{name}, {format} weight", quant_matmul, (x, weight)
+            if format in formats.ROW_DTYPES:
+                rows = jax.eval_shape(functools.partial(quantize_rows, format=format), x)
+                yield f"{name}, {format} both", quant_matmul, (rows, weight)
+        yield name, functools.partial(quantize_rows, format="int8"), (x,)
         yield name, functools.partial(add_rms_norm, eps=1e-6), (x, x, _array((EMBED,)))
         yield name, fused_mlp, (x, _array((EMBED, 2, MLP)), _array((MLP, EMBED)))
         routes = _array((tokens, TOP_K), jnp.int32), _array((tokens, TOP_K), jnp.float32)

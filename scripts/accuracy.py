@@ -74,6 +74,8 @@ VARIANTS: dict[str, Variant] = {
     "kv fp8": Variant({"kv_cache_dtype": "fp8"}, max_divergence=3e-3, max_change=0.005),
     "weights int8": Variant({"quantization": "int8"}, max_change=0.005),
     "weights fp8": Variant({"quantization": "fp8"}),
+    "weights and activations int8": Variant({"quantization": "int8", "quantize_activations": True}),
+    "weights and activations fp8": Variant({"quantization": "fp8", "quantize_activations": True}),
     "weights int4": Variant({"quantization": "int4"}),
     "weights int4 calibrated": Variant(made=calibrated),
 }
@@ -175,7 +177,7 @@ def line(result: Result) -> str:
     limits += [f"perplexity within {r.max_change:.1%}"] if r.max_change is not None else []
     verdict = {True: "pass", False: "MISS", None: ""}[r.passed]
     return (
-        f"{r.name:<23} KL {r.divergence:.2e}   perplexity {r.perplexity:.4f} ({r.change:+.3%})"
+        f"{r.name:<28} KL {r.divergence:.2e}   perplexity {r.perplexity:.4f} ({r.change:+.3%})"
         f"   {', '.join(limits):<34} {verdict}"
     ).rstrip()
 

@@ -1,7 +1,8 @@
 """Time of an engine's steps on one GPU, with random weights: decode and prefill, and what the time goes to.
 
     python scripts/bench_step.py [--config llama-3-8b] [--batches 1,32,128,256] [--context 640] [--prefill 2048]
-        [--quantization int8] [--kv-cache-dtype int8] [--layers N] [--untimed] [--profile] [--json FILE]
+        [--quantization int8] [--quantize-activations] [--kv-cache-dtype int8] [--layers N] [--untimed] [--profile]
+        [--json FILE]
 
 Milliseconds from one step to the next with the host running ahead, how long the host takes to dispatch one, and the
 share of the read ceiling (measured in the same run) that reading the weights and the cache once would take. With
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=640, help="tokens in the cache of each")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of a prompt; 0: no prefill")
     parser.add_argument("--quantization", choices=["int8", "fp8", "int4"])
+    parser.add_argument("--quantize-activations", action="store_true", help="with int8 or fp8")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
     parser.add_argument("--layers", type=int, help="in place of the model's")
     parser.add_argument("--untimed", action="store_true", help="take kernels that were not timed yet, too")
@@ -65,7 +67,7 @@ def measure(args: argparse.Namespace, ceiling: float) -> list[dict[str, Any]]:
     sizes = [int(size) for size in args.batches.split(",")]
     quantization = Quantization(args.quantization) if args.quantization else None
     prefill = args.prefill or max(sizes)
-    settings = args.context, prefill, quantization, args.kv_cache_dtype, args.untimed
+    settings = args.context, prefill, quantization, args.kv_cache_dtype, args.untimed, args.quantize_activations
     bench = StepBench(config, build_mesh(), max(sizes), *settings)
     batches = {f"decode {size}": bench.decode_batch(size) for size in sizes}
     if args.prefill:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,6 +19,8 @@ from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
 from pallas_kernels.rms_norm import add_rms_norm, rms_norm
 from pallas_kernels.target import H200
+from scripts import eight_bit_checks
+from scripts.check import Check
 from scripts.kernels import cache_append as appends
 from scripts.kernels import moe as experts
 from scripts.kernels import quant_matmul as products
@@ -31,22 +32,9 @@ TOLERANCE = {"bfloat16": 0.01, "float16": 2e-3, "int8": 0.02, "float8_e4m3fn": 0
 EPS = 1e-5
 
 
-@dataclass(frozen=True)
-class Check:
-    """`kernel(*inputs(key))` is held to `reference(*inputs(key))`."""
-
-    name: str
-    """The op first."""
-    inputs: Callable[[jax.Array], tuple[Any, ...]]
-    kernel: Callable[..., Any]
-    reference: Callable[..., Any]
-    """In float32."""
-    tolerance: float
-    """Largest relative error of a row."""
-
-
 def checks() -> list[Check]:
-    return [*decodes(), *prefills(), *cache_appends(), *quant_matmuls(), *mlps(), *quantized_mlps(), *moes(), *norms()]
+    weights = [*quant_matmuls(), *mlps(), *quantized_mlps(), *moes()]
+    return [*decodes(), *prefills(), *cache_appends(), *weights, *norms(), *eight_bit_checks.checks()]
 
 
 def in_float32(fn: Callable[..., jax.Array], *arrays: Any, **options: Any) -> jax.Array:

@@ -24,7 +24,7 @@ from jaxinfer.engine.scheduler import Scheduled
 from jaxinfer.engine.step import State, StepRunner, target_of
 from jaxinfer.parameters import for_tensor_parallel
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.weights import random_weights
+from jaxinfer.startup import load_model
 from meshes import sharding
 
 PAGE_SIZE = 64
@@ -52,11 +52,13 @@ class StepBench:
         quantization: Quantization | None = None,
         cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
         untimed: bool = False,
+        quantize_activations: bool = False,
     ):
         """context: tokens in the cache of each decoding sequence; untimed: as in Target."""
         self.context = context
         self.config = for_tensor_parallel(config, mesh.shape["tensor"])
-        self.weights = jax.block_until_ready(random_weights(self.config, DTYPE, mesh, quantization=quantization))
+        loaded = load_model(config, mesh, "bfloat16", quantization, 0, False, quantize_activations)
+        self.weights = jax.block_until_ready(loaded.weights)
         engine = EngineConfig(
             max_model_len=config.max_position, max_num_seqs=max_batch, max_num_batched_tokens=prefill_tokens,
             cache=CacheConfig(PAGE_SIZE, dtype=cache_dtype),

@@ -5,7 +5,7 @@ Of a projection X with `inputs` and `outputs`, either X.weight [outputs, inputs]
 X.weight_scale is [], [1], [outputs, 1], [outputs, groups] or of blocks; X.weight_zero_point is shaped alike, packed
 along the outputs where the weight is packed; X.weight_g_idx [inputs] names each input's group. weight = (value - zero
 point) · scale.
-What is said of activations (W8A8) is not used: they are not rounded here.
+What is said of activations (W8A8) is not used: whether they are rounded, `LLM` is told.
 """
 
 from __future__ import annotations

@@ -67,6 +67,9 @@ memory_options = options(
         "--dtype", type=DTYPES, default="auto", help="Of weights and activations; auto: float32 on CPU, else bf16."
     ),
     click.option("--quantization", type=WEIGHTS, help="Of the projections, while loading.  [default: as stored]"),
+    click.option(
+        "--quantize-activations", is_flag=True, help="Round activations, too, to the projections' int8 or fp8."
+    ),
     click.option("--tensor-parallel-size", type=int, default=1, help="Devices that share every layer."),
     click.option("--max-model-len", type=int, help="Longest prompt and output in tokens.  [default: the model's]"),
     click.option("--max-num-seqs", type=int, default=64, help="Sequences that run at once."),

@@ -88,7 +88,8 @@ def _attention(
     window: int | None,
     shards: int,
 ) -> tuple[jax.Array, jax.Array | None, KVPages]:
-    x, inner = enter(x, delta, norms, config, inputs.target)
+    into = None if "lora" in weights else weights["qkv"]
+    x, inner = enter(x, delta, norms, config, inputs.target, into)
     observe("attention.qkv", inner)
     qkv = linear(inner, weights["qkv"], weights.get("qkv_bias"), target=inputs.target)
     qkv = added(qkv, inner, weights, "qkv")

@@ -35,7 +35,7 @@ def latent_attention(
     """Attention over the latents themselves: what makes keys of them is applied to the queries, and what makes values
     of them to the results, so that the cache holds one vector a token, for all heads.
     """
-    x, inner = enter(x, delta, norms, config, inputs.target)
+    x, inner = enter(x, delta, norms, config, inputs.target, weights["kv_a"])
     rope, queries = config.qk_rope_dim, inner
     normalise = functools.partial(rms_norm, eps=NORM_EPS, target=inputs.target)
 

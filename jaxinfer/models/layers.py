@@ -19,7 +19,7 @@ from jaxinfer.models.observe import observe
 from jaxinfer.parameters import Tree, dense_residual_parameters, head_parameter, mlp_parameters
 from jaxinfer.weights import partition_specs, row_lengths
 from meshes import partition_spec
-from pallas_kernels.formats import QuantizedArray
+from pallas_kernels.formats import QuantizedArray, QuantizedRows
 from pallas_kernels.fused_mlp import activated, down, gate_up
 from pallas_kernels.quant_matmul import quant_matmul
 from pallas_kernels.target import Target
@@ -28,7 +28,7 @@ type Weight = jax.Array | QuantizedArray
 
 
 def linear(
-    x: jax.Array,
+    x: jax.Array | QuantizedRows,
     weight: Weight,
     bias: jax.Array | None = None,
     *,
@@ -42,8 +42,10 @@ def linear(
     round it to TF32.
     """
     if isinstance(weight, QuantizedArray):
-        out = quant_matmul(x.reshape(-1, weight.inputs), weight, target=target)
+        rows = x if isinstance(x, QuantizedRows) else x.reshape(-1, weight.inputs)
+        out = quant_matmul(rows, weight, target=target)
         return out if bias is None else out + bias
+    assert not isinstance(x, QuantizedRows)
     inputs, outputs = math.prod(weight.shape[:contract]), weight.shape[contract:]
     flat = weight.reshape(inputs, math.prod(outputs))
     bias = None if bias is None else bias.reshape(-1)
@@ -72,8 +74,8 @@ def _mlp(
     name: str = "mlp",
 ) -> tuple[jax.Array, jax.Array | None]:
     """name: of these weights in their layer."""
-    x, inner = enter(x, delta, norms, config, target)
     first = "gate_up" if config.gated_mlp else "up"
+    x, inner = enter(x, delta, norms, config, target, None if "lora" in weights else weights[first])
     options: dict[str, Any] = {"activation": config.activation, "gated": config.gated_mlp, "target": target}
     observe(f"{name}.{first}", inner)
     if "lora" in weights:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.parameters import Tree
+from pallas_kernels.formats import QuantizedRows
+from pallas_kernels.quantize_rows import norm_and_quantize_rows
 from pallas_kernels.rms_norm import add_rms_norm, rms_norm
 from pallas_kernels.target import Target
 
@@ -63,13 +67,20 @@ def layer_norm(x: jax.Array, weights: Tree, config: ModelConfig) -> jax.Array:
 
 
 def enter(
-    x: jax.Array, delta: jax.Array | None, norms: Tree, config: ModelConfig, target: Target
-) -> tuple[jax.Array, jax.Array]:
-    """What a half of a layer adds to, x + delta as a rule, and what it takes of it.
+    x: jax.Array, delta: jax.Array | None, norms: Tree, config: ModelConfig, target: Target, into: Any = None
+) -> tuple[jax.Array, Any]:
+    """What a half of a layer adds to, x + delta as a rule, and what it takes of it: an array, or, if `into` rounds
+    activations and a norm comes before it that can, QuantizedRows.
 
-    norms: `norm` and `output_norm`, as far as `norm_placement` has them.
+    norms: `norm` and `output_norm`, as far as `norm_placement` has them. into: the weight, or one of those alike, that
+    all of what is taken goes into; None: other things, too.
     """
-    if config.norm_placement in ("pre", "sandwich", "entry"):
+    inner: jax.Array | QuantizedRows
+    before = config.norm_placement in ("pre", "sandwich")
+    if before and config.norm == "rms" and getattr(into, "round_activations", False):
+        scale = norm_scale(norms["norm"], config)
+        x, inner = norm_and_quantize_rows(x, delta, scale, eps=config.norm_eps, format=into.format, target=target)
+    elif before or config.norm_placement == "entry":
         x, inner = add_and_normalise(x, delta, norms["norm"], config, target)
         x = inner if config.norm_placement == "entry" else x
     else:

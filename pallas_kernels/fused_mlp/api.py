@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import choice
-from pallas_kernels.formats import QuantizedArray
+from pallas_kernels.formats import QuantizedArray, QuantizedRows
 from pallas_kernels.fused_mlp import xla
 from pallas_kernels.fused_mlp.activations import NAMES, Activation, activate, erf
 from pallas_kernels.fused_mlp.cluster import clustered
@@ -32,7 +32,7 @@ type Weight = jax.Array | QuantizedArray
 
 
 def gate_up(
-    x: jax.Array,
+    x: jax.Array | QuantizedRows,
     weight: Weight,
     bias: jax.Array | None = None,
     *,
@@ -44,8 +44,9 @@ def gate_up(
 ) -> jax.Array:
     """activation(x · gate) · (x · up), biases added to the products; not gated: activation(x · weight).
 
-    x: [M, K]; weight: [K, 2, mlp], gate first, or [K, mlp] if not gated, or a QuantizedArray of it; bias: [2, mlp] or
-    [mlp]. Returns [M, mlp] in x's dtype; the activation is computed in float32.
+    x: [M, K], or QuantizedRows of a quantized weight's format; weight: [K, 2, mlp], gate first, or [K, mlp] if not
+    gated, or a QuantizedArray of it; bias: [2, mlp] or [mlp]. Returns [M, mlp] in x's dtype; the activation is computed
+    in float32.
     Raises ValueError for an activation that does not exist, clamped_silu without a gate, shapes that disagree.
     """
     if activation not in NAMES:
@@ -61,6 +62,8 @@ def gate_up(
             return xla.activated(quant_matmul(x, weight, **options), bias, activation, gated)
         erf_there = jax.lax.erf if target.lacks_hopper() else erf
         return quant_matmul(x, weight, combine=functools.partial(activate, activation, erf=erf_there), **options)
+    if isinstance(x, QuantizedRows):
+        raise ValueError(f"x has 8 bits and the weight is {weight.dtype}; rows in 8 bits take a weight in the same")
     parts = 2 if gated else 1
     obstacle = _obstacle(x, weight.dtype, outputs[-1], target)
     if obstacle is None and not gated and x.shape[0] > STREAMED_TOKENS:
@@ -140,7 +143,7 @@ def fused_mlp(
     return down(hidden, down_weight, residual, down_bias, **options)
 
 
-def _check(name: str, x: jax.Array, weight: Weight, outputs: tuple[int | None, ...]) -> tuple[int, ...]:
+def _check(name: str, x: jax.Array | QuantizedRows, weight: Weight, outputs: tuple[int | None, ...]) -> tuple[int, ...]:
     """The weight's outputs; ValueError unless they are like `outputs` and the inputs are x's."""
     choice.check_shape("x", x, (None, None))
     if isinstance(weight, QuantizedArray):

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -35,12 +36,18 @@ class Cut:
     group: int
     """Inputs that share a scale; where a scale is an output's, inputs that wgmma takes from shared memory at once."""
     dtype: Any
+    """Of x: 16 bits, or the weight's 8."""
     out_dtype: Any
     interpret: Any
 
     @property
     def grouped(self) -> bool:
         return self.format == "int4"
+
+    @property
+    def narrow(self) -> bool:
+        """Whether matrix units take x and the weight as they are, 8 bits."""
+        return jnp.dtype(self.dtype).itemsize == 1
 
     @property
     def per_byte(self) -> int:

@@ -48,24 +48,33 @@ class Weight:
     inputs: int
     format: Format
     group_size: int | None
+    narrow: bool
+    """Whether x has its 8 bits, too."""
+
+    @property
+    def x_bytes(self) -> int:
+        return 1 if self.narrow else 2
 
     @property
     def per_byte(self) -> int:
         return 2 if self.format == "int4" else 1
 
 
-def choose(rows: int, weight: QuantizedArray, out_bytes: int, target: Target, parts: int = 1) -> Config | None:
+def choose(
+    rows: int, weight: QuantizedArray, out_bytes: int, target: Target, parts: int = 1, narrow: bool = False
+) -> Config | None:
     """The fastest, by `cycles`, for x of [rows, inputs] and a weight of [outputs, inputs].
 
-    parts: 2 if the halves of the outputs are combined. None if the kernel cannot be cut for them, or here.
+    parts: 2 if the halves of the outputs are combined; narrow: whether x has the weight's 8 bits. None if the kernel
+    cannot be cut for them, or here.
     """
     if rows == 0 or target.lacks_hopper() is not None:
         return None
-    return _choose(rows, weight_of(weight), out_bytes, target, parts)
+    return _choose(rows, weight_of(weight, narrow), out_bytes, target, parts)
 
 
-def weight_of(weight: QuantizedArray) -> Weight:
-    return Weight(weight.outputs[0], weight.inputs, weight.format, weight.group_size)
+def weight_of(weight: QuantizedArray, narrow: bool) -> Weight:
+    return Weight(weight.outputs[0], weight.inputs, weight.format, weight.group_size, narrow)
 
 
 @functools.cache
@@ -84,10 +93,12 @@ def cycles(rows: int, weight: Weight, config: Config, target: Target) -> float:
     turns = -(-tiles // (target.cores // config.split))
     inputs = weight.inputs / config.split
     read = taken * config.height * inputs / per_byte
-    loaded = read + config.rows * inputs * 2
+    loaded = read + config.rows * inputs * weight.x_bytes
     products = taken * WARPGROUP * inputs
     widened = products / (WIDENED_INT4 if grouped else WIDENED) * (NARROW if config.depth // per_byte < 128 else 1.0)
     multiplied = products * max(config.rows, 16) / MULTIPLIED
+    if weight.narrow:
+        widened, multiplied = 0.0, multiplied / 2
     turn = max(read / READ, loaded / LOADED, widened + multiplied) + DISTURBED * read / READ
     turn *= SHALLOW if config.stages < 3 else 1.0
     return turns * (turn + TURN) + (MEETING if config.split > 1 else 0.0)
@@ -104,21 +115,28 @@ TURN, MEETING = 1500.0, 1200.0
 """Cycles of a tile's end, and of adding the sums of two blocks."""
 
 
-def shared_memory(inputs: int, config: Config, parts: int, per_byte: int, out_bytes: int) -> int:
+def shared_memory(weight: Weight, config: Config, parts: int, out_bytes: int) -> int:
     """Bytes of a block, but for barriers."""
     rows, ways, slabs = config.rows, config.ways, config.consumers // config.ways
-    stage = ways * (slabs * WARPGROUP * config.depth // per_byte + rows * config.depth * 2)
+    stage = ways * config.depth * (slabs * WARPGROUP // weight.per_byte + rows * weight.x_bytes)
     sums = (config.consumers - slabs // parts) * WARPGROUP * rows * 4
-    steps = inputs // config.split // ways // config.depth
-    scales = (config.stages // steps + 2) * slabs * WARPGROUP * 4 if per_byte == 1 else 0
+    steps = weight.inputs // config.split // ways // config.depth
+    scaled = (slabs * WARPGROUP if weight.per_byte == 1 else 0) + (rows if weight.narrow else 0)
+    scales = (config.stages // steps + 2) * scaled * 4
     return config.stages * stage + sums + slabs // parts * rows * WARPGROUP * out_bytes + scales
 
 
-def loses(rows: int, weight: QuantizedArray, config: Config, target: Target, parts: int) -> str | None:
-    """Why XLA is at least as fast, as measured on an H200; None: the kernel is faster."""
+def loses(
+    rows: int, weight: QuantizedArray, config: Config, target: Target, parts: int, narrow: bool = False
+) -> str | None:
+    """Why XLA is at least as fast, as measured on an H200; None: the kernel is faster. narrow: as in `choose`."""
     if weight.format == "int4":
         return None
-    if weight.format == "fp8" and 8 < rows <= WARPGROUP and config.ways == parts == 1:
+    if narrow and rows >= MANY:
+        return f"from {MANY} rows of 8 bits on XLA's matmul is as fast"
+    if narrow and not target.untimed:
+        return "with rows of 8 bits it was not timed yet"
+    if not narrow and weight.format == "fp8" and 8 < rows <= WARPGROUP and config.ways == parts == 1:
         return "with 9 to 64 rows and fp8 XLA's matmul is as fast"
     blocks = -(-weight.outputs[0] // config.height // (config.consumers // config.ways)) * -(-rows // config.rows)
     blocks *= config.split
@@ -128,6 +146,7 @@ def loses(rows: int, weight: QuantizedArray, config: Config, target: Target, par
     return None
 
 
+MANY = 512
 BUSY = 0.65
 """Share of the multiprocessors that tiles of many rows must keep busy: with 73 % it takes 0.7 of XLA's time."""
 
@@ -136,18 +155,20 @@ def _cuts(rows: int, weight: Weight, out_bytes: int, target: Target, parts: int)
     """Of each kind that with the deepest stages of which there is room for three, or two."""
     outputs, grouped, per_byte = weight.outputs // parts, weight.format == "int4", weight.per_byte
     fitting = next((n for n in (8, 16, 32, 64, 128) if n >= rows), 128)
+    # Sums of 256 rows leave no registers for others: int4's of a group, fp8's of a stage.
+    wide = rows > 128 and not grouped and not (weight.narrow and weight.format == "fp8")
     heights = [h for h in ((WARPGROUP,) if grouped else range(WARPGROUP, 32, -8)) if outputs % h == 0]
     # The copy engine stores rows of outputs in whole lines of 128 bytes, or in one that is shorter.
     heights = [h for h in heights if h * out_bytes % LINE == 0 or h * out_bytes < LINE]
-    kinds = itertools.product(
-        (128, 256) if rows > 128 and not grouped else (fitting,), (4, 2), (1, 2, 4), (1, 2), heights
-    )
+    kinds = itertools.product((128, 256) if wide else (fitting,), (4, 2), (1, 2, 4), (1, 2), heights)
     for tile_rows, consumers, ways, split, height in kinds:
         if consumers % (ways * parts) or weight.inputs % (ways * split) or split > target.cores:
             continue
         if split > 1 and parts > 1:  # blocks add their sums after halves are combined, which takes whole sums
             continue
         if tile_rows > 64 and consumers > 2:  # their sums do not fit into registers
+            continue
+        if weight.narrow and tile_rows > 128 and split > 1 and ways > 1:  # nor do those that meet twice
             continue
         part = weight.inputs // (split * ways)
         depths = [d for d in (256 * per_byte, 128 * per_byte, 128, 64) if part % d == 0]
@@ -156,7 +177,7 @@ def _cuts(rows: int, weight: Weight, out_bytes: int, target: Target, parts: int)
         for depth, stages in ways_to_fill:
             blocks = target.cores // split * split
             cut = Config(tile_rows, consumers, depth, stages, blocks, split, height, ways)
-            if shared_memory(weight.inputs, cut, parts, per_byte, out_bytes) <= SHARED_MEMORY:
+            if shared_memory(weight, cut, parts, out_bytes) <= SHARED_MEMORY:
                 yield cut
                 break
 

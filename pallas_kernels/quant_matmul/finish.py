@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.quant_matmul.block import Block
 from pallas_kernels.quant_matmul.consume import Consumer
+from pallas_kernels.quant_matmul.narrow import both_scaled
 from pallas_kernels.quant_matmul.widen import ROWS, WG
 
 type Combine = Callable[[jax.Array, jax.Array], jax.Array]
@@ -25,7 +26,10 @@ def consume(block: Block, wg: jax.Array, combine: Combine | None) -> None:
 
     def tile(turn: jax.Array, _: None) -> None:
         row, slab = block.place(turn)
-        total = consumer.per_group(turn, slab) if cut.grouped else consumer.per_output(turn)
+        if cut.narrow:
+            total = both_scaled(consumer, turn)
+        else:
+            total = consumer.per_group(turn, slab) if cut.grouped else consumer.per_output(turn)
         ending.finish(total, turn, row, slab)
 
     lax.fori_loop(0, block.turns, tile, None)

@@ -6,7 +6,8 @@ consumers, which read their part of the weight into registers, widen it and mult
 share them, every `ways`-th piece of the inputs each: where outputs are few, all of the GPU has work, and sums meet in
 shared memory. So do gate and up projections, for the activation. Blocks are persistent: the next tile's loads are
 under way while a tile ends. The blocks of a cluster share the inputs of a tile (`split`); their sums
-meet in global memory, the L2 cache.
+meet in global memory, the L2 cache. Where x has 8 bits, too, nothing is widened: matrix units read both from shared
+memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.formats import QuantizedArray
+from pallas_kernels.formats import QuantizedArray, QuantizedRows
 from pallas_kernels.mosaic import interpreted, swizzled
 from pallas_kernels.quant_matmul.block import LINE, Block, Cut
 from pallas_kernels.quant_matmul.config import Config
@@ -33,7 +34,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
 def quant_matmul(
-    x: jax.Array,
+    x: jax.Array | QuantizedRows,
     weight: QuantizedArray,
     out_dtype: Any,
     config: Config,
@@ -41,15 +42,18 @@ def quant_matmul(
     *,
     interpret: Any = None,
 ) -> jax.Array:
-    """x: [rows, inputs] bf16 or f16; weight: of [outputs, inputs]. Returns [rows, outputs]; see `config.choose`.
+    """x: [rows, inputs] bf16 or f16, or in the weight's 8 bits; weight: of [outputs, inputs]. Returns [rows, outputs].
+
+    config: as `config.choose` cuts it.
 
     combine: from the f32 sums of the first half of the outputs and of the second to what is returned, then only half.
     """
     if combine is not None and config.split > 1:
         raise ValueError(f"split is {config.split}; blocks that share inputs cannot combine halves: it must be 1")
     count, inputs = x.shape
+    values, row_scales = (x.values, x.scales) if isinstance(x, QuantizedRows) else (x, None)
     parts = 1 if combine is None else 2
-    outputs, height, dtype = weight.outputs[0] // parts, config.height, x.dtype
+    outputs, height, dtype = weight.outputs[0] // parts, config.height, values.dtype
     cut = Cut(
         config=config,
         count=count,
@@ -64,12 +68,12 @@ def quant_matmul(
     )
     # The copy engine takes rows in eights, or all of them.
     padded = count if count < 8 else pl.cdiv(count, 8) * 8
-    x = jnp.pad(x, ((0, padded - count), (0, 0)))
+    values = jnp.pad(values, ((0, padded - count), (0, 0)))
     by_slab = [
         None if array is None else array.reshape(parts * cut.slabs, height, *array.shape[1:])
         for array in (weight.values, weight.scales, weight.zeros)
     ]
-    given = dict(zip(("x", "values", "scales", "zeros"), (x, *by_slab), strict=True))
+    given = dict(zip(("x", "row_scales", "values", "scales", "zeros"), (values, row_scales, *by_slab), strict=True))
     given = {name: array for name, array in given.items() if array is not None}
     made = {"out": jax.ShapeDtypeStruct((padded, cut.slabs, height), out_dtype)}
     if config.split > 1:
@@ -129,7 +133,9 @@ def scratch(cut: Cut, stored_dtype: Any) -> dict[str, Any]:
     }
     if not cut.grouped:
         refs["scales"] = plgpu.SMEM((cut.ring, slabs, ROWS), F32)
-        refs["scaled"] = plgpu.Barrier(num_arrivals=cut.parts, num_barriers=cut.ring)
+        refs["scaled"] = plgpu.Barrier(num_arrivals=cut.parts + cut.narrow, num_barriers=cut.ring)
+    if cut.narrow:
+        refs["row_scales"] = plgpu.SMEM((cut.ring, rows), F32)
     if cut.members > 1:
         others = cut.members - 1
         refs["sums"] = plgpu.SMEM((cut.taken * others, ROWS, rows), F32, transforms=swizzled(F32, rows))
@@ -137,7 +143,7 @@ def scratch(cut: Cut, stored_dtype: Any) -> dict[str, Any]:
         refs["read"] = plgpu.Barrier(num_barriers=cut.taken)
     if config.split > 1:
         refs["summed"] = plgpu.ClusterBarrier(collective_axes=("split",), num_barriers=cut.taken)
-    if cut.interpret is not None:
+    if cut.interpret is not None and not cut.narrow:
         refs["wide"] = plgpu.SMEM(
             (config.consumers, ROWS, cut.group), cut.dtype, transforms=swizzled(cut.dtype, cut.group)
         )

@@ -17,8 +17,11 @@ def produce(block: Block) -> None:
     config, steps, taken = cut.config, cut.steps, cut.taken
     stored = config.depth // cut.per_byte
 
-    def load_scales(turn: jax.Array, slab: jax.Array) -> None:
+    def load_scales(turn: jax.Array, row: jax.Array, slab: jax.Array) -> None:
         at = lax.rem(turn, cut.ring)
+        if cut.narrow:
+            scales = gmem["row_scales"].at[pl.ds(row, config.rows)]
+            plgpu.copy_gmem_to_smem(scales, smem["row_scales"].at[at], smem["scaled"].at[at])
         for part in range(cut.parts):
             scales = gmem["scales"].at[pl.ds(part * cut.slabs + slab, taken), pl.ds(0, ROWS)]
             mine = smem["scales"].at[at, pl.ds(part * taken, taken)]
@@ -33,7 +36,7 @@ def produce(block: Block) -> None:
             plgpu.barrier_wait(smem["free"].at[slot])
 
         if not cut.grouped:
-            pl.when(step == 0)(lambda: load_scales(turn, slab))
+            pl.when(step == 0)(lambda: load_scales(turn, row, slab))
         for way in range(config.ways):
             piece = block.part_of_inputs(step, way)
             # Slabs lower than 64, slabs and rows past the last: what a copy finds outside an array is 0. Past the first

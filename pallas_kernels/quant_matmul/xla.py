@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import QuantizedArray, dequantize, quantize_rows
+from pallas_kernels.formats import QuantizedArray, QuantizedRows, dequantize
 
 OUTPUTS_AT_ONCE = 256
 """Rows of the weight that a CPU widens together: a few megabytes, which stay in its cache."""
@@ -53,10 +53,8 @@ def _by_dot(x: jax.Array, weight: QuantizedArray, out_dtype: Any) -> jax.Array:
     return (out if per_group else out * weight.scales).astype(out_dtype)
 
 
-def quant_matmul_8bit(x: jax.Array, weight: QuantizedArray, out_dtype: Any = None) -> jax.Array:
-    """The same on 8-bit matrix units: x is rounded to the weight's format (int8 or fp8), with a scale per row."""
-    stored, scales = quantize_rows(x, weight.values.dtype)
+def quant_matmul_8bit(x: QuantizedRows, weight: QuantizedArray, out_dtype: Any) -> jax.Array:
+    """The same on 8-bit matrix units; x: [rows, inputs] in the weight's format, int8 or fp8."""
     total = jnp.int32 if weight.format == "int8" else jnp.float32
-    out = jax.lax.dot_general(stored, weight.values, OVER_INPUTS, preferred_element_type=total)
-    out = out.astype(jnp.float32) * scales[:, None] * weight.scales
-    return out.astype(x.dtype if out_dtype is None else out_dtype)
+    out = jax.lax.dot_general(x.values, weight.values, OVER_INPUTS, preferred_element_type=total)
+    return (out.astype(jnp.float32) * x.scales[:, None] * weight.scales).astype(out_dtype)

@@ -42,6 +42,7 @@ OPERATIONS = (
     "gate_up",
     "down",
     "quant_matmul",
+    "norm_and_quantize_rows",
 )
 
 

@@ -86,8 +86,9 @@ def test_generate_prints_only_the_text(made: list[EchoLLM]) -> None:
 def test_options_reach_the_engine(made: list[EchoLLM]) -> None:
     args = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 3 --min-p 0.1 --seed 4 --stop a --stop b --ignore-eos"
     engine = (
-        "--dtype bfloat16 --quantization fp8 --tensor-parallel-size 2 --max-model-len 99 --max-num-seqs 3 "
-        "--max-num-batched-tokens 77 --page-size 16 --num-pages 10 --kv-cache-dtype int8 --memory-fraction 0.5"
+        "--dtype bfloat16 --quantization fp8 --quantize-activations --tensor-parallel-size 2 --max-model-len 99 "
+        "--max-num-seqs 3 --max-num-batched-tokens 77 --page-size 16 --num-pages 10 --kv-cache-dtype int8 "
+        "--memory-fraction 0.5"
     )
     done = run("generate", "--model", "m", "--prompt", "x", *args.split(), *engine.split())
     assert done.exit_code == 0, done.output
@@ -99,6 +100,7 @@ def test_options_reach_the_engine(made: list[EchoLLM]) -> None:
         "progress": False,
         "dtype": "bfloat16",
         "quantization": "fp8",
+        "quantize_activations": True,
         "tensor_parallel_size": 2,
         "max_model_len": 99,
         "max_num_seqs": 1,  # no more than there are prompts

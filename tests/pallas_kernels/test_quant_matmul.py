@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -14,6 +15,7 @@ from pallas_kernels import choice
 from pallas_kernels.formats import dequantize, quantize
 from pallas_kernels.quant_matmul import kernel, quant_matmul, reference, xla
 from pallas_kernels.quant_matmul.config import Config, choose
+from pallas_kernels.quantize_rows import quantize_rows
 from pallas_kernels.target import CPU, H200
 from tests.pallas_kernels.interpreter import interpreter
 
@@ -103,7 +105,7 @@ def test_a_cpu_never_holds_the_weight_in_full_precision(format):
 def test_activations_in_8_bits(format, dtype):
     x, weight = make(65, 256, 40, format, dtype)
     x = x * jnp.logspace(-3, 3, 65, dtype=dtype)[:, None]
-    got = quant_matmul(x, weight, activations=format)
+    got = quant_matmul(quantize_rows(x, format), weight)
     want = want_of(x, weight, format)
     row = np.abs(want).max(axis=1, keepdims=True)
     assert (np.abs(np.array(got.astype(jnp.float32)) - want) <= TOLERANCE[dtype] * row).all()
@@ -201,8 +203,6 @@ def test_why_the_kernel_does_not_run():
         run(x, weight)
     with pytest.raises(ValueError, match=r"it multiplies bfloat16 and float16, and x is float32"):
         run(x.astype(jnp.float32), weight)
-    with pytest.raises(ValueError, match=r"8-bit activations are XLA's matmul"):
-        run(x, weight, activations="int8")
     with pytest.raises(ValueError, match=r"x has no rows"):
         run(x[:0], weight)
     x, weight = make(2, 1024, 64, "int4", "bfloat16")
@@ -251,10 +251,11 @@ def test_refusals():
         quant_matmul(x[:, :64], weight)
     with pytest.raises(ValueError, match=r"x is int32; quant_matmul takes bfloat16, float16, float32"):
         quant_matmul(x.astype(jnp.int32), weight)
-    with pytest.raises(ValueError, match=r"activations is 'int4'; it must be 'int8', 'fp8' or None"):
-        quant_matmul(x, weight, activations="int4")
-    with pytest.raises(ValueError, match=r"activations is 'fp8' and the weight is int8"):
-        quant_matmul(x, weight, activations="fp8")
+    with pytest.raises(ValueError, match=r"x is fp8 and the weight int8; 8-bit matrix units take both in one format"):
+        quant_matmul(quantize_rows(x, "fp8"), weight)
+    marked = dataclasses.replace(make(2, 128, 8, "int4")[1], round_activations=True)
+    with pytest.raises(ValueError, match=r"the weight is int4; only those in int8 and fp8 have activations rounded"):
+        quant_matmul(x, marked)
     with pytest.raises(ValueError, match=r"the kernel of quant_matmul cannot run: it is written for Hopper GPUs"):
         quant_matmul(x.astype(jnp.bfloat16), weight, target=CPU, implementation="mosaic")
 
@@ -264,12 +265,8 @@ def test_refusals():
 def test_logits_come_as_they_were_summed(target, activations):
     """In float32 from bfloat16: between two values of bfloat16, mostly."""
     x, weight = make(4, 256, 33, "int8", jnp.bfloat16)
-    matmul = jax.jit(
-        functools.partial(
-            quant_matmul, target=target, activations=activations, out_dtype=jnp.float32, implementation="xla"
-        )
-    )
-    got = matmul(x, weight)
+    matmul = jax.jit(functools.partial(quant_matmul, target=target, out_dtype=jnp.float32, implementation="xla"))
+    got = matmul(x, dataclasses.replace(weight, round_activations=activations is not None))
     assert got.dtype == jnp.float32
     want = want_of(x, weight, activations)
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * 16 * np.abs(want).max())

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.formats import quantize
+from pallas_kernels.fused_mlp import gate_up
 from pallas_kernels.quant_matmul import quant_matmul
+from pallas_kernels.quantize_rows import quantize_rows
 from pallas_kernels.target import H200
 from scripts.aot import compile_for_gpu
 
@@ -32,6 +34,34 @@ def test_one_kernel_without_spills_or_copies(gpu, format, options, dtype, rows, 
     )
     run = functools.partial(quant_matmul, target=H200, implementation="mosaic")
     compiled, kernels = compile_for_gpu(run, jax.ShapeDtypeStruct((rows, inputs), jnp.dtype(dtype)), weight, gpu=gpu)
+    assert [kernel.spilled_bytes for kernel in kernels] == [0]
+    assert compiled.memory_analysis().temp_size_in_bytes <= temporary
+    entry = compiled.as_text().split("ENTRY")[1]
+    assert "fusion(" not in entry
+    assert "copy(" not in entry
+
+
+EIGHT_BITS = [
+    # gpu, format, outputs of a gated MLP?, rows, inputs, outputs, temporaries at most
+    ("h200", "int8", False, 1, 4096, 6144, 0),
+    ("h100", "fp8", False, 16, 14336, 4096, 1 << 21),
+    ("h200", "fp8", True, 128, 4096, 14336, 0),
+    ("h200", "int8", True, 256, 4096, 14336, 0),
+    ("h200", "int8", False, 256, 14336, 4096, 1 << 23),
+    ("h200", "fp8", False, 256, 4096, 4096, 1 << 23),
+    ("h200", "int8", False, 64, 1792, 4096, 1 << 21),
+]
+
+
+@pytest.mark.parametrize(("gpu", "format", "gated", "rows", "inputs", "outputs", "temporary"), EIGHT_BITS)
+def test_both_in_8_bits(gpu, format, gated, rows, inputs, outputs, temporary):
+    """Neither is widened, and rows need no preparation: the layers of Llama-3-8B, and what one of 8 devices has."""
+    shape = jax.ShapeDtypeStruct((inputs, 2, outputs) if gated else (inputs, outputs), jnp.bfloat16)
+    weight = jax.eval_shape(functools.partial(quantize, format=format), shape)
+    x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
+    x = jax.eval_shape(functools.partial(quantize_rows, format=format), x)
+    run = functools.partial(gate_up if gated else quant_matmul, target=H200, implementation="mosaic")
+    compiled, kernels = compile_for_gpu(run, x, weight, gpu=gpu)
     assert [kernel.spilled_bytes for kernel in kernels] == [0]
     assert compiled.memory_analysis().temp_size_in_bytes <= temporary
     entry = compiled.as_text().split("ENTRY")[1]

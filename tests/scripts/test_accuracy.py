@@ -18,6 +18,8 @@ MOST = {
     "kv fp8": (2e-3, 0.003),
     "weights int8": (5e-4, 0.008),
     "weights fp8": (8e-3, 0.02),
+    "weights and activations int8": (1.2e-3, 0.015),
+    "weights and activations fp8": (1.5e-2, 0.04),
     "weights int4": (0.12, 0.03),
 }
 """Bounds of the divergence and of the perplexity's change; a fifth of the former is less than what is measured."""
