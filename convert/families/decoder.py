@@ -178,17 +178,16 @@ def pattern_windows(
 
     window, pattern: what `sliding_window` and `sliding_window_pattern` are by default; fixed: the latter always.
     """
-    names = ("sliding_window_pattern", "_sliding_window_pattern")
-    if fixed:
-        for name in names:
+    name = "sliding_window_pattern"
+    if fields.get("layer_types") is not None:
+        fields.ignore([name, f"_{name}"])
+    else:
+        if fixed:
             fields.expect(name, pattern, None)
-        return layer_kinds_windows(fields, num_layers, window, pattern)
-    if fields.get("layer_types") is None:
-        for name in names:
-            pattern = fields.integer(name, pattern) if fields.get(name) is not None else pattern
-        return layer_kinds_windows(fields, num_layers, window, pattern)
-    fields.ignore(names)
-    return layer_kinds_windows(fields, num_layers, window)
+        elif fields.get(name) is not None:
+            pattern = fields.integer(name)
+        fields.expect(f"_{name}", pattern, None)  # transformers writes it beside layer_types, and does not read it
+    return layer_kinds_windows(fields, num_layers, window, pattern)
 
 
 def layer_kinds_windows(

@@ -28,6 +28,7 @@ def config(model_type, **fields):
         ("smollm3", {"use_sliding_window": True}, ()),
         ("olmo3", {"sliding_window": 12, "sliding_window_pattern": 4}, (12, 12, 12, None)),
         ("gemma2", {"sliding_window": 12, "sliding_window_size": 12}, (12, None, 12, None)),
+        ("cohere2", {"sliding_window": 12, "sliding_window_pattern": 2}, (12, None, 12, None)),
     ],
 )
 def test_windows(model_type, fields, windows):
@@ -142,6 +143,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
         ("qwen3_moe", {**WINDOW, "layer_types": ["full_attention"] * 4}, "has full layers, but by .* all of them have"),
         ("qwen3_moe", {"layer_types": ["sliding_attention"] * 4}, "has sliding layers, but by .* none of them have"),
         ("olmo3", {"sliding_window_pattern": 2}, "'sliding_window_pattern' is 2; only 4"),
+        ("gemma3_text", {"_sliding_window_pattern": 3}, "'_sliding_window_pattern' is 3; only 6"),
         ("gpt_oss", {"sliding_window_pattern": 3}, "'sliding_window_pattern' is 3; only 2"),
         ("bloom", {"n_embed": 128}, "'hidden_size' is 64; only 128"),
         ("bloom", {"n_inner": 128}, "'n_inner' is 128; only None, 256"),
