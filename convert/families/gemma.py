@@ -78,6 +78,7 @@ def _gemma2(fields: Fields) -> ModelConfig:
 def _gemma3(fields: Fields) -> ModelConfig:
     defaults = {**_DEFAULTS, **_SMALL, "vocab_size": 262208, "max_position_embeddings": 131072}
     common = common_fields(fields, defaults, {"hidden_act": "hidden_activation"}, rope=False)
+    fields.expect("attn_logit_softcapping", None)  # transformers has the field, and does not heed it
     rope, window_rope = layer_ropes(fields, common["max_position"], common["head_dim"], 1_000_000.0, 10_000.0)
     return ModelConfig(
         family="gemma3_text",

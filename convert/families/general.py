@@ -5,15 +5,15 @@ from __future__ import annotations
 from convert.families.fields import Fields
 
 _NO_EFFECT = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path activation_dropout architectures
-    attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop auto_map cache_implementation
-    classifier_dropout dropout dtype emb_pdrop embd_pdrop embed_dropout embedding_dropout finetuning_task
-    gradient_checkpointing hidden_dropout hidden_dropout_prob id2label init_std initializer_range label2id layerdrop
-    model_type name_or_path num_labels output_attentions output_hidden_states output_past pad_token_id
-    predict_special_tokens problem_type resid_dropout resid_pdrop residual_dropout return_dict sep_token_id
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path _num_labels activation_dropout
+    architectures attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop auto_map
+    cache_implementation classifier_dropout dropout dtype emb_pdrop embd_pdrop embed_dropout embedding_dropout
+    finetuning_task gradient_checkpointing hidden_dropout hidden_dropout_prob id2label init_std initializer_range
+    label2id layerdrop model_type name_or_path num_labels output_attentions output_hidden_states output_past
+    pad_token_id predict_special_tokens problem_type resid_dropout resid_pdrop residual_dropout return_dict sep_token_id
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params
     tf_legacy_loss tokenizer_class torch_dtype torchscript transformers.js_config transformers_version unk_token_id
-    unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict
+    unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict xla_device
 """
 """Fields that describe files, training or return types: never what the model computes at inference."""
 

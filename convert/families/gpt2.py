@@ -37,7 +37,8 @@ LAYER_NORM: dict[str, Any] = {"norm": "layer", "norm_bias": True, "gated_mlp": F
 """What all of these have: LayerNorm with a bias, and a plain MLP."""
 _RUNNER = [
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner", "max_batch_size"),
-    *("max_sequence_length", "pad_key_length", "pre_allocate_kv_cache", "validate_runner_input"),
+    *("max_sequence_length", "pad_key_length", "pre_allocate_kv_cache", "runner_max_sequence_length"),
+    "validate_runner_input",
 ]
 """Of GPT-BigCode: how its first implementation ran."""
 

@@ -42,6 +42,7 @@ def _gptj(fields: Fields) -> ModelConfig:
     common = common_fields(fields, _GPTJ, GPT_NAMES, rope=False)
     fields.ignore(["n_ctx", "scale_attn_weights"])
     fields.expect("rotary", True)
+    fields.expect("tie_word_embeddings", False)  # the head has a bias
     dims = fields.get("rotary_dim", 64)
     dims = None if dims in (None, common["head_dim"]) else fields.integer("rotary_dim", dims)
     return ModelConfig(

@@ -39,6 +39,7 @@ _PHI3 = {
 
 def _phi(fields: Fields) -> ModelConfig:
     fields.expect("qk_layernorm", False)
+    fields.expect("tie_word_embeddings", False)  # the head has a bias
     return ModelConfig(
         family="phi",
         **common_fields(fields, _PHI, {"norm_eps": "layer_norm_eps"}),

@@ -10,7 +10,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 12, "num_key_value_heads
 
 
 def config(model_type, **fields):
-    base = {} if model_type == "dbrx" else BASE
+    base = {} if model_type in ("dbrx", "gptj") else BASE  # which have other names for them
     return model_config({"model_type": model_type, **base, **fields})
 
 
@@ -144,6 +144,9 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
         ("qwen3_moe", {"layer_types": ["sliding_attention"] * 4}, "has sliding layers, but by .* none of them have"),
         ("olmo3", {"sliding_window_pattern": 2}, "'sliding_window_pattern' is 2; only 4"),
         ("gemma3_text", {"_sliding_window_pattern": 3}, "'_sliding_window_pattern' is 3; only 6"),
+        ("gptj", {"tie_word_embeddings": True}, "'tie_word_embeddings' is True; only False"),
+        ("phi", {"tie_word_embeddings": True}, "'tie_word_embeddings' is True; only False"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0; only None"),
         ("gpt_oss", {"sliding_window_pattern": 3}, "'sliding_window_pattern' is 3; only 2"),
         ("bloom", {"n_embed": 128}, "'hidden_size' is 64; only 128"),
         ("bloom", {"n_inner": 128}, "'n_inner' is 128; only None, 256"),
