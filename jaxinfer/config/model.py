@@ -264,6 +264,15 @@ class ModelConfig:
                 f"{self.experts_per_token} of {self.num_experts} experts of size {self.expert_size}: a token takes at "
                 "least one and at most all of them, and they have a size"
             )
+        if self.router_groups:
+            size, rest = divmod(self.num_experts, self.router_groups)
+            chosen = self.router_top_groups * size
+            few = size < 2 and self.router_group_score == "top2"
+            if rest or few or not 0 < self.experts_per_token <= chosen <= self.num_experts:
+                raise ValueError(
+                    f"{self.experts_per_token} experts of the best {self.router_top_groups} of {self.router_groups} "
+                    f"groups of {self.num_experts} experts: groups are alike, and those chosen hold enough experts"
+                )
         if self.dense_residual_size and (self.norm_placement != "pre" or self.parallel_residual):
             raise ValueError("dense_residual_size goes with norm_placement 'pre' and without parallel_residual only")
         if self.parallel_residual and self.norm_placement != "pre":

@@ -160,6 +160,10 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
             {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
             "'rope_parameters' is .*7.0}; only None",
         ),
+        ("deepseek_v3", {"n_group": 7}, "8 experts of the best 4 of 7 groups of 256 experts: groups are alike"),
+        ("deepseek_v3", {"n_group": 256, "topk_group": 16}, "8 experts of the best 16 of 256 groups"),
+        ("deepseek_v3", {"topk_group": 9}, "8 experts of the best 9 of 8 groups"),
+        ("deepseek_v3", {"num_experts_per_tok": 33, "topk_group": 1}, "33 experts of the best 1 of 8 groups"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "'num_key_value_heads' is 2; only 8"),
     ],
 )
