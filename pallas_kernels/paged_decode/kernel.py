@@ -95,19 +95,19 @@ class Body(Steps):
         self.s = refs[-1]
         self.block = lax.axis_index("block")
         run = [self.g["runs"][self.block, i] for i in range(COUNTERS)]
+        stages, pages = range(self.config.stages), range(self.pages_per_tile)
+        first, *loaded = [[self.g["pages"][self.block, stage, i] for i in pages] for stage in stages]
         sequence, head, at, self.count, self.segments, *known = run
         self.shares, row = known[8:], (sequence, head, *known[:8])
 
         self.copy_query(jnp.int32(0), row)
-        cursors = [(jnp.int32(0), at, row, self.first_ids(0))]
-        for stage in range(1, self.config.stages):
-            cursors.append(self.advance(cursors[-1], self.first_ids(stage)))
-        cursors.append(self.advance(cursors[-1]))
-        for ready in cursors[:-1]:
-            self.copy_tile(ready)
+        cursor = (jnp.int32(0), at, row, first)
+        for ids in (*loaded, None):
+            self.copy_tile(cursor)
+            cursor = self.advance(cursor, ids)
         self.clear_padding()
         nothing = jnp.int32(0)
-        init = (nothing, at, row, cursors[-1], (nothing, nothing, sequence, head))
+        init = (nothing, at, row, cursor, (nothing, nothing, sequence, head))
         *_, left = lax.fori_loop(0, self.segments, self.segment, init)
         self.merge_all(row, left)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -130,10 +130,6 @@ class Body(Steps):
         last = lax.div(jnp.maximum(length, 1) - 1, jnp.int32(self.page))
         page = lax.div((first + at) * self.pages_per_tile, jnp.int32(self.tiles_per_page))
         return [self.g["tables"][sequence, jnp.minimum(page + i, last)] for i in range(self.pages_per_tile)]
-
-    def first_ids(self, stage: int) -> list[jax.Array]:
-        """Pages of one of the block's first tiles."""
-        return [self.g["pages"][self.block, stage, i] for i in range(self.pages_per_tile)]
 
     def advance(self, cursor: tuple, ids: list[jax.Array] | None = None) -> tuple:
         turn, at, row, _ = cursor
