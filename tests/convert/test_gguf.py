@@ -51,14 +51,18 @@ def raw_rows(kind, rows, rng):
         return gguf.quantize(rng.standard_normal((rows, 256), np.float32), number)
     blocks = rng.integers(0, 256, (rows, gguf.GGML_QUANT_SIZES[number][1]), np.uint8)
     scales = rng.uniform(0.01, 0.02, (rows, 2)).astype(np.float16).view(np.uint8)
-    if kind == "Q6_K":
+    if kind in ("Q3_K", "Q6_K"):
         blocks[:, -2:] = scales[:, :2]
+    elif kind == "Q2_K":
+        blocks[:, -4:] = scales
+    elif kind.startswith("IQ"):
+        blocks[:, :2] = scales[:, :2]
     else:
         blocks[:, :4] = scales
     return blocks
 
 
-@pytest.mark.parametrize("kind", [*SIMPLE, "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", [*SIMPLE, "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ3_S", "IQ4_XS"])
 def test_quantized_types(kind, tmp_path, monkeypatch):
     monkeypatch.setattr("convert.checkpoint._BLOCK_BYTES", 8192)  # several reads for each tensor
     rng = np.random.default_rng(5)
@@ -174,11 +178,11 @@ def test_architecture_type_and_tensors_refused(tmp_path):
     with pytest.raises(ValueError, match="architecture 'gemma' is not supported; supported: llama, qwen2, qwen3"):
         convert.open_checkpoint(write_case("qwen2", tmp_path / "g.gguf", model_type="gemma"))
     tensors = gguf_tensors("qwen2")
-    raw = np.zeros((251, 84), np.uint8)
-    quantized = {"token_embd.weight": (gguf.GGMLQuantizationType.Q2_K, raw)}
+    raw = np.zeros((251, 54), np.uint8)
+    quantized = {"token_embd.weight": (gguf.GGMLQuantizationType.TQ1_0, raw)}
     path = write_gguf(tmp_path / "q.gguf", tiny.CASES["qwen2"], tensors, quantized=quantized)
     with pytest.raises(
-        ValueError, match=r"not supported: token_embd\.weight \(Q2_K\); supported: F32, F16, BF16, Q8_0"
+        ValueError, match=r"not supported: token_embd\.weight \(TQ1_0\); supported: F32, F16, BF16, Q8_0"
     ):
         convert.open_checkpoint(path)
     del tensors["blk.1.ffn_up.weight"]
