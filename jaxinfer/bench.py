@@ -64,7 +64,8 @@ def measure_latency(
 ) -> Latency:
     """Decode `batch_size` random prompts together, once to compile and then `repeats` times to measure.
 
-    Raises ValueError unless batch_size, input_len and repeats are at least 1 and output_len at least 2.
+    Raises ValueError unless batch_size, input_len and repeats are at least 1 and output_len at least 2, and for a batch
+    that the cache does not hold at once.
     """
     _at_least(1, batch_size=batch_size, input_len=input_len, repeats=repeats)
     _at_least(2, output_len=output_len)
@@ -77,6 +78,11 @@ def measure_latency(
         start = min(m.arrival_time for m in metrics)
         # The sequence that began last: after its first token no step holds a prefill any more.
         last = max(metrics, key=lambda m: _first(m))
+        if _first(last) > min(_finished(m) for m in metrics) or any(m.num_preemptions for m in metrics):
+            raise ValueError(
+                f"{batch_size} sequences of {input_len + output_len} tokens were not decoded together: the cache holds "
+                "fewer; raise num_pages or memory_fraction, or lower batch_size"
+            )
         first.append(_first(last) - start)
         step.append(_decode_time(last) / (output_len - 1))
         total.append(max(_finished(m) for m in metrics) - start)

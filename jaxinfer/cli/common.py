@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -60,6 +60,14 @@ def options(*decorators: Any) -> Decorator:
         return function
 
     return apply
+
+
+def lines_of(file: IO[str] | None) -> list[str]:
+    """Of a file, without their ends; none without a file. Raises click.UsageError if it is no UTF-8."""
+    try:
+        return [line.rstrip("\n") for line in file or ()]
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{getattr(file, 'name', 'the file')} is no UTF-8 text: {error}") from error
 
 
 memory_options = options(

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import click
 
-from jaxinfer.cli.common import Command, memory_options
+from jaxinfer.cli.common import Command, lines_of, memory_options
 
 
 @click.command(cls=Command)
@@ -51,10 +51,15 @@ def embed(
       jaxinfer embed --model ./model --file lines.txt --output vectors.npy
       jaxinfer embed --model Qwen/Qwen3-Embedding-0.6B --file lines.txt --pooling last
     """
-    texts = [*prompts, *(line.rstrip("\n") for line in file or () if line.strip())]
+    lines = lines_of(file)
+    while lines and not lines[-1].strip():
+        del lines[-1]
+    if blank := [str(number) for number, line in enumerate(lines, 1) if not line.strip()]:
+        raise click.UsageError(f"lines of the file are blank: {', '.join(blank[:5])}; a vector is made of every line")
+    texts = [*prompts, *lines]
     if not texts:
         raise click.UsageError("no text; give --prompt TEXT, or --file FILE with one text per line")
-    if any(not text for text in texts):
+    if any(not text for text in prompts):
         raise click.UsageError("a text is empty; give it at least one character")
     if output is not None and output.suffix != ".npy":
         raise click.UsageError(f"--output is {output}; it is written as a .npy file, so name it so")

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from jaxinfer.cli.common import Command, memory_options, options
+from jaxinfer.cli.common import Command, lines_of, memory_options, options
 from jaxinfer.sampling_params import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def generate(
       jaxinfer generate --model Qwen/Qwen3-0.6B --prompt "Once upon a time" --temperature 0.7 --seed 1
       jaxinfer generate --model ./model --prompt-file prompts.txt --json > answers.jsonl
     """
-    every = [*prompts, *(line.rstrip("\n") for line in prompt_file or () if line.strip())]
+    every = [*prompts, *(line for line in lines_of(prompt_file) if line.strip())]
     if stream is None:
         stream = len(every) == 1 and sys.stdout.isatty() and not as_json
     _check(every, chat, system, stream, as_json, logprobs, lora)

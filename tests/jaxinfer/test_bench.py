@@ -107,6 +107,12 @@ def test_latency_of_a_batch() -> None:
     assert params.temperature == 0.0
 
 
+def test_a_batch_that_the_cache_does_not_hold_is_no_batch() -> None:
+    llm: Any = ScriptedLLM("smollm2-135m")
+    with pytest.raises(ValueError, match="4 sequences of 12 tokens were not decoded together: the cache holds fewer"):
+        measure_latency(llm, batch_size=4, input_len=7, output_len=5, repeats=1)
+
+
 def test_an_embedding_that_is_not_the_head_is_not_read_whole() -> None:
     llm: Any = ScriptedLLM("llama-3-8b")
     result = measure_latency(llm, output_len=2, repeats=1)

@@ -42,13 +42,28 @@ def run(*args: str, stdin: str | None = None) -> Result:
 
 
 def test_prints_an_array_per_text(calls: list[Any]) -> None:
-    done = run("--prompt", "hello", "--file", "-", "--pooling", "cls", "--truncate", stdin="one\n\nthree\n")
+    done = run("--prompt", "hello", "--file", "-", "--pooling", "cls", "--truncate", stdin="one\nthree\n \n\n")
     assert done.exit_code == 0, done.output
     printed = [np.float32(json.loads(line)) for line in done.stdout.splitlines()]
     np.testing.assert_array_equal(printed, np.float32([[5, 1 / 3], [3, 1 / 3], [5, 1 / 3]]))
     (model, settings), (_, options) = calls
     assert (model, settings["task"], settings["warm_up"], settings["dtype"]) == ("m", "embed", False, "auto")
     assert options == {"pooling": "cls", "normalize": None, "truncate": True}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (b"one\n\nthree\n \nfive", "lines of the file are blank: 2, 4; a vector is made of every line"),
+        (b"one\n\xff", "lines.txt is no UTF-8 text"),
+    ],
+)
+def test_lines_that_would_go_unsaid(calls: list[Any], lines: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_bytes(lines)
+    done = run("--file", str(tmp_path / "lines.txt"))
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert not calls
 
 
 def test_writes_a_file(calls: list[Any], tmp_path: Path) -> None:
