@@ -38,7 +38,8 @@ class Models:
 
     def checkpoint(self, case: str) -> Path:
         folder = self._folder / case
-        return folder if folder.exists() else tiny.write_checkpoint(case, folder)
+        files = 1 if case in tiny.CASES else 2
+        return folder if folder.exists() else tiny.write_checkpoint(case, folder, shards=files)
 
     def __call__(self, case: str, **settings: Any) -> LLM:
         key = case, *sorted(settings.items())
