@@ -15,7 +15,8 @@ from convert.ahead import made_ahead
 from convert.checkpoint import Checkpoint, rows_per_block
 from convert.families.table import some
 from convert.low_bit import low_bits, read_parts
-from convert.placement import Leaf, Weight, fitted, lay_out, put, quantization_of
+from convert.placement import Leaf, Weight, fitted, is_split, lay_out, put, quantization_of
+from convert.quantized.layer import DequantizingReader
 from convert.slices import needed
 from jaxinfer.config import ModelConfig
 from jaxinfer.parameters import (
@@ -106,9 +107,14 @@ def _keep(
     config, by_axes = checkpoint.config, functools.partial(sharding, leaf.values.sharding.mesh)
     parameter = dict(flatten(declare(config)))[path]
     where = fitted(abstract_parameter(parameter, dtype, by_axes, quantization_of(leaf)))
+    canonical = fitted(abstract_parameter(parameter, dtype, by_axes, None))
+    wanted = None
+    if not any(is_split(part.sharding) for part in jax.tree.leaves((where, canonical))):
+        wanted = needed(path, parameter, config, config, canonical, canonical.sharding.addressable_devices)
     source, reader = checkpoint.sources[path], checkpoint.reader
-    assert reader is not None
-    parts = read_parts(parameter, source, reader, config, where, rows_per_block(reader.tensors[source.names[0]]))
+    assert isinstance(reader, DequantizingReader)
+    block = rows_per_block(reader.tensors[source.names[0]])
+    parts = read_parts(parameter, source, reader, config, where, block, wanted)
     if leaf.format == "int4":
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             # Packing takes several times what it packs, so experts are packed one at a time.

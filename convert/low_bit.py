@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from convert import slices
 from convert.families.table import Source
 from convert.joined import Joined, Stacked
 from convert.quantized.layer import DequantizingReader, LowBit
@@ -73,11 +74,18 @@ def low_bits(source: Source, reader: Reader) -> list[LowBit]:
 
 
 def read_parts(
-    parameter: Parameter, source: Source, reader: Reader, config: ModelConfig, leaf: Any, block_rows: int
+    parameter: Parameter,
+    source: Source,
+    reader: DequantizingReader,
+    config: ModelConfig,
+    leaf: Any,
+    block_rows: int,
+    wanted: np.ndarray | None,
 ) -> dict[str, np.ndarray]:
     """values, scales and, if `leaf` has them, zeros of one projection as a QuantizedArray stores them, int4 unpacked.
 
     leaf: an abstract QuantizedArray, for its format and dtypes. block_rows: rows of a source that are read at a time.
+    wanted: which elements, as `convert.slices.needed` says it; what belongs to others only is undefined.
     """
     *outputs, inputs = parameter.stored_shape
     groups = inputs // leaf.group_size if leaf.group_size else 1
@@ -87,9 +95,14 @@ def read_parts(
     if leaf.zeros is not None:
         parts["zeros"] = np.empty((*outputs, groups), leaf.zeros.dtype)
     slots = {name: source.transform(canonical(part, parameter), config) for name, part in parts.items()}
-    for position, (name, low) in enumerate(zip(source.names, low_bits(source, reader), strict=True)):
+    lows = low_bits(source, reader)
+    needed = [None] * len(lows) if wanted is None else slices.parts(source, wanted, parameter, config)
+    for position, (name, low, of_it) in enumerate(zip(source.names, lows, needed, strict=True)):
+        reader.narrow(name, of_it)
         rows, info, group = low.open(), reader.tensors[name], slots["values"][position].group
         for start, stop in _ranges(info, max(1, block_rows // group) * group):
+            if of_it is not None and not of_it.rows[start:stop].any():
+                continue
             values, scales, zeros = rows(start, stop)
             if (scales == 255).any() if leaf.format == "mxfp4" else has_nan(np.ascontiguousarray(scales)):
                 logger.warning("%s holds NaN; every result that it touches will be NaN", name)

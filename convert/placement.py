@@ -76,6 +76,11 @@ def _fitting(where: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(split, PartitionSpec(*spec))
 
 
+def is_split(where: NamedSharding) -> bool:
+    """Whether `fitted` had to share another dimension."""
+    return _REST in where.mesh.axis_names
+
+
 def sharded_axis(spec: PartitionSpec) -> int | None:
     """The dimension that tensor parallelism shards, if there is one."""
     return next((axis for axis, name in enumerate(spec) if name == "tensor"), None)

@@ -11,7 +11,7 @@ import numpy as np
 
 from convert.families.table import Source
 from convert.joined import Joined, Reordered, Stacked
-from convert.tensors import ColumnReader, Reader
+from convert.tensors import ColumnReader, PartReader, Reader
 from convert.transforms import Slot
 from jaxinfer.config import ModelConfig
 from jaxinfer.parameters import Parameter, to_physical
@@ -36,6 +36,8 @@ class Part:
 
         Of a reader that reads whole rows only, all columns are read.
         """
+        if isinstance(reader, PartReader):
+            return reader.read_part(name, self, start, stop)
         if not self.rows[start:stop].any():
             return None
         if self.columns.all() and self.rows[start:stop].all():

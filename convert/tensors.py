@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -40,6 +40,16 @@ class ColumnReader(Reader, Protocol):
 
     def read_columns(self, name: str, start: int, stop: int, first: int, last: int) -> np.ndarray:
         """[stop - start, last - first]: of rows [start, stop), their dimensions flattened, elements [first, last)."""
+        ...
+
+
+@runtime_checkable
+class PartReader(Reader, Protocol):
+    """Reads of tensors that are made of others what a part of them takes."""
+
+    def read_part(self, name: str, part: Any, start: int, stop: int) -> np.ndarray | None:
+        """Rows [start, stop), of which only what `part`, a `convert.slices.Part`, needs is right; None if it is none
+        of them."""
         ...
 
 

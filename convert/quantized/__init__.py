@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from convert.families.fields import Fields
 from convert.quantized import awq, bitsandbytes, compressed, fp8, gptq, mxfp4
-from convert.quantized.layer import DequantizingReader, Packed
+from convert.quantized.layer import DequantizingReader, Packed, PartialReader
 from convert.tensors import Reader
 
 
@@ -55,9 +55,10 @@ def dequantized(reader: Reader, config: Mapping[str, Any] | None, where: str) ->
         raise ValueError(f"{where}: 'quantization_config' is {config!r}; it must be an object")
     fields = Fields(config, f"{where}: quantization_config")
     method = fields.choice("quant_method", fields.get("quant_method"), METHODS)
-    packed = method.find(reader, fields)
+    partial = PartialReader(reader)
+    packed = method.find(partial, fields)
     fields.ignore((*method.NO_EFFECT.split(), *(name for name, value in config.items() if not value)))  # what is off
     fields.finish()
     if not packed:
         raise ValueError(f"{where}: 'quantization_config' says {config['quant_method']}, but no weight is stored so")
-    return DequantizingReader(reader, packed, [name for name in reader.tensors if name.endswith(_UNUSED)])
+    return DequantizingReader(partial, packed, [name for name in reader.tensors if name.endswith(_UNUSED)])

@@ -10,7 +10,19 @@ from __future__ import annotations
 import numpy as np
 
 from convert.families.fields import Fields
-from convert.quantized.layer import GROUP_SIZES, LowBit, LowRows, Packed, Rows, part, present, read_float, with_suffix
+from convert.quantized.layer import (
+    GROUP_SIZES,
+    Along,
+    Follows,
+    LowBit,
+    LowRows,
+    Packed,
+    Rows,
+    part,
+    present,
+    read_float,
+    with_suffix,
+)
 from convert.quantized.packing import FLOAT_SCALES, unpack_columns
 from convert.tensors import Reader, whole
 
@@ -81,7 +93,14 @@ def _packed(reader: Reader, prefix: str, asymmetric: bool, group_size: int | Non
         return rows
 
     low_bit = LowBit("int4", inputs // groups, not asymmetric, open_low) if inputs // groups in GROUP_SIZES else None
-    return Packed(f"{prefix}.weight", (outputs, inputs), "AWQ 4-bit", present(reader, names), open_, low_bit)
+    group: Along = ("inputs", inputs // groups)
+    follows: dict[str, Follows] = {
+        names[0]: (("inputs", 1), ("outputs", 8)),
+        names[2]: (group, ("outputs", 1)),
+    }
+    if stored:
+        follows[names[1]] = (group, ("outputs", 8))
+    return Packed(f"{prefix}.weight", (outputs, inputs), "AWQ 4-bit", present(reader, names), open_, low_bit, follows)
 
 
 def _outputs(words: np.ndarray) -> np.ndarray:

@@ -15,8 +15,8 @@ import math
 import numpy as np
 
 from convert.families.fields import Fields
-from convert.quantized.layer import Packed, Rows, part, present, read_float, with_suffix
-from convert.quantized.scaled import low_bit, scaled_rows
+from convert.quantized.layer import Follows, Packed, Rows, part, present, read_float, with_suffix
+from convert.quantized.scaled import follows_of, low_bit, scaled_rows
 from convert.shards import load_json
 from convert.tensors import Reader, whole
 
@@ -77,7 +77,8 @@ def _four_bit(reader: Reader, name: str, kind: str) -> Packed:
 
     sides = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     parts = present(reader, (name, state_name, *(f"{name}.{side}" for side in sides)))
-    return Packed(name, shape, f"{kind} (bitsandbytes)", parts, open_)
+    follows: dict[str, Follows] = {name: (("elements", 2), None), f"{name}.absmax": (("elements", block),)}
+    return Packed(name, shape, f"{kind} (bitsandbytes)", parts, open_, follows=follows)
 
 
 def _eight_bit(reader: Reader, prefix: str) -> Packed:
@@ -92,4 +93,5 @@ def _eight_bit(reader: Reader, prefix: str) -> Packed:
         return scaled_rows(reader, name, scales, None, (1, shape[1]))
 
     low = low_bit(reader, name, lambda: read_float(reader, scale) / np.float32(127), (shape[0], 1))
-    return Packed(name, shape, "int8 (bitsandbytes)", present(reader, (name, scale, layout)), open_, low)
+    parts, follows = present(reader, (name, scale, layout)), follows_of(reader, name, (scale,), (1, shape[1]))
+    return Packed(name, shape, "int8 (bitsandbytes)", parts, open_, low, follows)

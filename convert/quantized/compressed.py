@@ -11,14 +11,27 @@ What is said of activations (W8A8) is not used: whether they are rounded, `LLM` 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from convert.families.fields import Fields
-from convert.quantized.layer import GROUP_SIZES, LowBit, LowRows, Packed, Rows, part, present, read_float, with_suffix
+from convert.quantized.layer import (
+    GROUP_SIZES,
+    Along,
+    Follows,
+    LowBit,
+    LowRows,
+    Packed,
+    Rows,
+    part,
+    present,
+    read_float,
+    with_suffix,
+)
 from convert.quantized.packing import FLOAT_SCALES, unpack_columns, unpack_rows
-from convert.quantized.scaled import block_of, is_block, low_bit, scaled_rows, two_dimensional
+from convert.quantized.scaled import block_of, follows_of, is_block, low_bit, scaled_rows, two_dimensional
 from convert.tensors import Reader, whole
 
 NO_EFFECT = "global_compression_ratio ignore kv_cache_scheme run_compressed version"
@@ -165,7 +178,20 @@ def _integers(reader: Reader, prefix: str, schemes: list[_Scheme]) -> Packed:
     kind, group, low = f"int{bits} (compressed-tensors)", inputs // groups, None
     if bits == 4 and group in GROUP_SIZES and not mixed:
         low = LowBit("int4", group, not asymmetric, open_low)
-    return Packed(f"{prefix}.weight", (outputs, inputs), kind, parts, open_, low)
+    packed, each = Fraction(32, bits), _along_groups(mixed, group)
+    follows: dict[str, Follows] = {
+        names["packed"]: (("outputs", 1), ("inputs", packed)),
+        names["scale"]: (("outputs", 1), each),
+    }
+    if asymmetric:
+        follows[names["zero_point"]] = (("outputs", packed), each)
+    if mixed:
+        follows[names["g_idx"]] = (("inputs", 1),)
+    return Packed(f"{prefix}.weight", (outputs, inputs), kind, parts, open_, low, follows)
+
+
+def _along_groups(mixed: bool, group: int) -> Along | None:
+    return None if mixed else ("inputs", group)
 
 
 def _eight_bit(reader: Reader, prefix: str, schemes: list[_Scheme]) -> Packed:
@@ -187,4 +213,5 @@ def _eight_bit(reader: Reader, prefix: str, schemes: list[_Scheme]) -> Packed:
 
     kind = "int8 (compressed-tensors)" if info.dtype == "I8" else "fp8 (compressed-tensors)"
     low = low_bit(reader, name, lambda: read_float(reader, scale), size)
-    return Packed(name, info.shape, kind, present(reader, (name, scale, zero)), open_, None if asymmetric else low)
+    parts, follows = present(reader, (name, scale, zero)), follows_of(reader, name, (scale, zero), block)
+    return Packed(name, info.shape, kind, parts, open_, None if asymmetric else low, follows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from convert.families.fields import Fields
 from convert.quantized.layer import Packed, Rows, part, read_float
 from convert.quantized.packing import FLOAT_SCALES
-from convert.quantized.scaled import block_of, is_block, low_bit, scaled_rows, two_dimensional
+from convert.quantized.scaled import block_of, follows_of, is_block, low_bit, scaled_rows, two_dimensional
 from convert.tensors import Reader
 
 NO_EFFECT = """
@@ -42,4 +42,4 @@ def _packed(reader: Reader, name: str, block: tuple[int, int] | None) -> Packed:
         return scaled_rows(reader, name, read_float(reader, scale).reshape(size), None, block)
 
     low = low_bit(reader, name, lambda: read_float(reader, scale), size)
-    return Packed(name, shape, "fp8", (name, scale), open_, low)
+    return Packed(name, shape, "fp8", (name, scale), open_, low, follows_of(reader, name, (scale,), block))

@@ -13,11 +13,24 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
 from convert.families.fields import Fields
-from convert.quantized.layer import GROUP_SIZES, LowBit, LowRows, Packed, Rows, part, present, read_float, with_suffix
+from convert.quantized.layer import (
+    GROUP_SIZES,
+    Along,
+    Follows,
+    LowBit,
+    LowRows,
+    Packed,
+    Rows,
+    part,
+    present,
+    read_float,
+    with_suffix,
+)
 from convert.quantized.packing import FLOAT_SCALES, unpack_rows
 from convert.tensors import Reader, whole
 
@@ -122,11 +135,19 @@ def _packed(reader: Reader, prefix: str, how: _Stored) -> Packed:
 
         return rows
 
-    low_bit, fits = None, how.bits == 4 and size in GROUP_SIZES and not inputs % size
-    if fits and (not grouped or np.array_equal(whole(reader, names["g_idx"]), in_order)):
+    low_bit, neighbours = None, not grouped or np.array_equal(whole(reader, names["g_idx"]), in_order)
+    if how.bits == 4 and size in GROUP_SIZES and not inputs % size and neighbours:
         low_bit = LowBit("int4", size, how.symmetric or bool((read_zeros() == 8).all()), open_low)
-    parts = present(reader, names.values())
-    return Packed(f"{prefix}.weight", (outputs, inputs), f"GPTQ {how.bits}-bit", parts, open_, low_bit)
+    parts, packed = present(reader, names.values()), Fraction(32, how.bits)
+    group: Along | None = ("inputs", size) if neighbours else None
+    follows: dict[str, Follows] = {
+        names["qweight"]: (("inputs", packed), ("outputs", 1)),
+        names["scales"]: (group, ("outputs", 1)),
+        names["qzeros"]: (group, ("outputs", packed)),
+    }
+    if grouped:
+        follows[names["g_idx"]] = (("inputs", 1),)
+    return Packed(f"{prefix}.weight", (outputs, inputs), f"GPTQ {how.bits}-bit", parts, open_, low_bit, follows)
 
 
 def _zeros(reader: Reader, name: str, how: _Stored, outputs: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from convert.families.fields import Fields
-from convert.quantized.layer import LowBit, LowRows, Packed, Rows, part, with_suffix
+from convert.quantized.layer import Follows, LowBit, LowRows, Packed, Rows, part, with_suffix
 from convert.tensors import Reader
 
 NO_EFFECT = "dequantize modules_to_not_convert"
@@ -53,7 +53,9 @@ def _packed(reader: Reader, name: str) -> Packed:
         return low_rows
 
     low_bit = LowBit("mxfp4", 32, True, open_low, inputs_first=True)
-    return Packed(name, (experts, 32 * groups, outputs), "MXFP4", (blocks, scales), open_, low_bit)
+    along: Follows = (("experts", 1), ("outputs", 1), ("inputs", 32))
+    follows: dict[str, Follows] = {blocks: (*along, None), scales: along}
+    return Packed(name, (experts, 32 * groups, outputs), "MXFP4", (blocks, scales), open_, low_bit, follows)
 
 
 def repacked(blocks: np.ndarray) -> np.ndarray:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from convert.quantized.layer import LowBit, LowRows, Rows
+from convert.quantized.layer import Follows, LowBit, LowRows, Rows
 from convert.tensors import Reader
 
 
@@ -45,6 +45,14 @@ def low_bit(reader: Reader, name: str, scales: Callable[[], np.ndarray], size: t
         return lambda start, stop: (reader.read(name, start, stop), each[start:stop], None)
 
     return LowBit("int8" if info.dtype == "I8" else "fp8", None, True, open_)
+
+
+def follows_of(reader: Reader, name: str, scales: Iterable[str], block: tuple[int, int]) -> dict[str, Follows]:
+    """How the stored numbers, and those of `scales` that are there, go along with the weight."""
+    along: Follows = (("outputs", block[0]), ("inputs", block[1]))
+    each: dict[str, Follows] = {name: (("outputs", 1), ("inputs", 1))}
+    shapes = {scale: reader.tensors[scale].shape for scale in scales if scale in reader.tensors}
+    return each | {scale: along[: len(shape)] for scale, shape in shapes.items() if shape}
 
 
 def block_of(shape: tuple[int, ...], scales: tuple[int, ...], where: str) -> tuple[int, int]:
