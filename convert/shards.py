@@ -23,6 +23,11 @@ def stored_tensors(folder: Path, single: str, headers: Callable[[Path], Mapping[
         return dict(headers(folder / single))
     listed = _weight_map(index)
     files = [folder / name for name in sorted(set(listed.values()))]
+    if (folder / single).exists() and folder / single not in files:
+        raise ValueError(
+            f"{folder} holds {single} and, beside it, {index.name}, which lists other files: which are the weights? "
+            "Remove those that are not"
+        )
     if absent := [file.name for file in files if not file.is_file()]:
         raise FileNotFoundError(
             f"{folder}: {index.name} lists files that are not there: {some(absent)}; download them again"

@@ -130,6 +130,19 @@ def test_a_damaged_index_is_refused(text, message, tmp_path):
         convert.open_checkpoint(index(tmp_path, text))
 
 
+def test_one_file_beside_an_index_of_others_is_refused(tmp_path):
+    tiny.write_checkpoint("llama_one_kv_head", tmp_path, shards=2)
+    tiny.write_checkpoint("llama_one_kv_head", tmp_path)
+    with pytest.raises(ValueError, match=r"holds model\.safetensors and, beside it, .*: which are the weights\?"):
+        convert.open_checkpoint(tmp_path)
+    for shard in tmp_path.glob("model-*"):
+        shard.unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert len(convert.open_checkpoint(tmp_path).tensors) == len(names)
+
+
 def test_an_index_with_swapped_names_is_refused(tmp_path):
     folder = tiny.write_checkpoint("llama", tmp_path, shards=2)
     file = folder / "model.safetensors.index.json"
