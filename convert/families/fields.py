@@ -54,15 +54,15 @@ class Fields:
             raise ValueError(f"{self.where}: {names[0]!r} is {size!r}; it must be a positive integer, or -1")
         return size
 
-    def agreed(self, *names: str) -> Any:
-        """What fields of these names say, those that are absent or null left out; None if all are. Raises ValueError
-        if they contradict each other.
+    def agreed(self, *names: str, default: Any = None) -> Any:
+        """What fields of these names say, those that are absent or null left out; `default` if all are. Raises
+        ValueError if they contradict each other.
         """
         said = {name: value for name in names if (value := self.get(name)) is not None}
         values = list(said.values())
         if any(value != values[0] for value in values):
             raise ValueError(f"{self.where}: {' and '.join(map(repr, said))} contradict each other: {values}")
-        return values[0] if values else None
+        return values[0] if values else default
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number. Raises ValueError for anything else, or if absent without a default."""

@@ -34,9 +34,8 @@ _ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 
 def find(reader: Reader, fields: Fields) -> list[Packed]:
     """Every projection that is stored so."""
-    bits = fields.agreed("bits", "w_bit")
-    fields.choice("bits", 4 if bits is None else bits, {4: None})
-    version = fields.agreed("version", "checkpoint_format", "format") or "gemm"
+    fields.choice("bits", fields.agreed("bits", "w_bit", default=4), {4: None})
+    version = fields.agreed("version", "checkpoint_format", "format", default="gemm")
     fields.choice("version", version.lower() if isinstance(version, str) else version, {"gemm": None})
     asymmetric = fields.boolean("zero_point", not fields.boolean("sym", False))
     if asymmetric == fields.boolean("sym", not asymmetric):

@@ -64,6 +64,8 @@ class _Scheme:
     strategy: str | None
     group_size: int | None
     block: tuple[int, int] | None
+    symmetric: bool
+    """That zero points, if they are stored, are zeros; False: not said, or they may be others."""
     ordered: bool
     """Whether inputs are in groups that X.weight_g_idx names."""
 
@@ -98,15 +100,18 @@ def _scheme(group: Any, where: str) -> _Scheme:
     if strategy is not None:
         fields.choice("strategy", strategy, dict.fromkeys(_STRATEGIES))
     size, block = fields.group_size("group_size"), fields.get("block_structure")
-    if (strategy == "group" and size in (None, -1)) or (strategy == "block" and not is_block(block)):
+    said = size not in (None, -1), is_block(block)
+    if strategy is not None and said != (strategy == "group", strategy == "block"):
         raise ValueError(f"{fields.where}: 'strategy' is {strategy}, 'group_size' {size}, 'block_structure' {block}")
     fields.expect("dynamic", False, None)
     fields.expect("is_mx", False, None)
     order = fields.get("actorder")
     ordered = order is not None and fields.choice("actorder", order, _ORDERS)
-    fields.ignore(("observer", "observer_kwargs", "symmetric", "scale_dtype", "zp_dtype"))
+    symmetric = fields.boolean("symmetric", False)
+    fields.ignore(("observer", "observer_kwargs", "scale_dtype", "zp_dtype"))
     fields.finish()
-    return _Scheme(bits, kind, strategy, size, tuple(block) if strategy == "block" else None, ordered)
+    block = tuple(block) if strategy == "block" else None
+    return _Scheme(bits, kind, strategy, size, block, symmetric, ordered)
 
 
 _ORDERS = {"group": True, "dynamic": True, True: True, "weight": False, "static": False, False: False}
@@ -118,6 +123,13 @@ def _check_scales(stored: tuple[int, int], shape: tuple[int, ...], schemes: list
     said = [scheme.scales(shape) for scheme in schemes]
     if None not in said and stored not in said:
         raise ValueError(f"{name} is {list(stored)}, which contradicts 'config_groups': {said}")
+
+
+def _check_zeros(zeros: np.ndarray, schemes: list[_Scheme], name: str) -> np.ndarray:
+    """The zero points. Raises ValueError if there are to be none."""
+    if zeros.any() and all(scheme.symmetric for scheme in schemes):
+        raise ValueError(f"{name} holds zero points, though 'symmetric' is true")
+    return zeros
 
 
 def _integers(reader: Reader, prefix: str, schemes: list[_Scheme]) -> Packed:
@@ -144,12 +156,17 @@ def _integers(reader: Reader, prefix: str, schemes: list[_Scheme]) -> Packed:
     elif inputs % groups:
         raise ValueError(f"{names['scale']} has {groups} groups, which do not divide {inputs} inputs")
 
+    def read_zeros() -> np.ndarray:
+        """[outputs, groups] float32."""
+        if not asymmetric:
+            return np.zeros((outputs, groups), np.float32)
+        zeros = unpack_rows(whole(reader, names["zero_point"]), bits, outputs).astype(np.float32) - middle
+        return _check_zeros(zeros, schemes, names["zero_point"])
+
+    middle = np.float32(1 << (bits - 1))
+
     def open_() -> Rows:
-        scales = read_float(reader, names["scale"])
-        middle = float(1 << (bits - 1))
-        zeros = np.full((outputs, groups), middle, np.float32)
-        if asymmetric:
-            zeros = unpack_rows(whole(reader, names["zero_point"]), bits, outputs).astype(np.float32)
+        scales, zeros = read_float(reader, names["scale"]), read_zeros() + middle
         group = whole(reader, names["g_idx"]) if mixed else np.arange(inputs) // (inputs // groups)
         if group.min() < 0 or group.max() >= groups:
             raise ValueError(f"{names['g_idx']} names groups beyond the {groups} that there are")
@@ -164,9 +181,7 @@ def _integers(reader: Reader, prefix: str, schemes: list[_Scheme]) -> Packed:
         return rows
 
     def open_low() -> LowRows:
-        scales, zeros = read_float(reader, names["scale"]), np.zeros((outputs, groups), np.float32)
-        if asymmetric:
-            zeros = unpack_rows(whole(reader, names["zero_point"]), 4, outputs).astype(np.float32) - 8
+        scales, zeros = read_float(reader, names["scale"]), read_zeros()
 
         def rows(start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             values = unpack_columns(reader.read(names["packed"], start, stop), 4, inputs).astype(np.int8) - np.int8(8)
@@ -208,7 +223,7 @@ def _eight_bit(reader: Reader, prefix: str, schemes: list[_Scheme]) -> Packed:
         part(reader, zero, ("I8", "F8_E4M3"), reader.tensors[scale].shape)
 
     def open_() -> Rows:
-        zeros = read_float(reader, zero).reshape(size) if asymmetric else None
+        zeros = _check_zeros(read_float(reader, zero), fitting, zero).reshape(size) if asymmetric else None
         return scaled_rows(reader, name, read_float(reader, scale).reshape(size), zeros, block)
 
     kind = "int8 (compressed-tensors)" if info.dtype == "I8" else "fp8 (compressed-tensors)"

@@ -66,7 +66,9 @@ def find(reader: Reader, fields: Fields) -> list[Packed]:
     bits = fields.integer("bits")
     if bits not in _BITS:
         raise ValueError(f"{fields.where}: 'bits' is {bits}, which is not supported; supported: {str(_BITS)[1:-1]}")
-    version = fields.choice("checkpoint_format", fields.agreed("checkpoint_format", "format") or "gptq", _VERSIONS)
+    version = fields.choice(
+        "checkpoint_format", fields.agreed("checkpoint_format", "format", default="gptq"), _VERSIONS
+    )
     symmetric = fields.boolean("sym", False)
     fields.expect("is_marlin_format", False, None)
     fields.expect("pack_dtype", "int32", None)

@@ -52,6 +52,7 @@ FP8_TENSOR = compressed("float-quantized", num_bits=8, type="float", strategy="t
 BLOCKS = compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[48, 40])
 INT4 = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32)
 ORDERED = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, actorder="group")
+SYMMETRIC = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=True)
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 40], "activation_scheme": "dynamic"}
 CASES = {
     **{f"gptq{bits}": ({**GPTQ, "bits": bits}, partial(files.gptq, bits=bits)) for bits in (2, 3, 4, 8)},
@@ -339,6 +340,8 @@ def test_a_packed_weight_is_read_once(tmp_path):
         ({**INT4, "transform_config": {"config_groups": {}}}, "'transform_config' is"),
         ({**INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "only the format 'dense' is read"),
         (compressed("pack-quantized", num_bits=3), "'num_bits' is 3, which is not supported; supported: 4, 8"),
+        (compressed("int-quantized", num_bits=8, strategy="channel", group_size=32), "'strategy' is channel"),
+        (compressed("int-quantized", num_bits=8, strategy="group"), "'strategy' is group, 'group_size' None"),
         ({**INT4, "config_groups": {"a": 3}}, "'weights' must say how weights are stored"),
         ({**INT4, "config_groups": None}, "'config_groups' is None"),
         ({**INT4, "quantization_status": "calibration"}, "'quantization_status' is 'calibration'"),
@@ -398,6 +401,13 @@ STATE = ".weight.quant_state.bitsandbytes__nf4"
             files.compressed_packed,
             cut(),
             r"x\.weight_scale is \[32, 2\], which contradicts 'config_groups': \[\(32, 1\)\]",
+        ),
+        (SYMMETRIC, partial(files.compressed_packed, zeros=True), cut(), "zero points, though 'symmetric' is true"),
+        (
+            compressed("int-quantized", num_bits=8, strategy="channel", symmetric=True),
+            partial(files.compressed_int8, zeros=True),
+            cut(),
+            "x.weight_zero_point holds zero points, though 'symmetric' is true",
         ),
         ({**BNB, "bnb_4bit_quant_type": "fp4"}, files.bnb4, cut(), "'bnb_4bit_quant_type' is 'fp4', but weights are"),
         (DEEPSEEK, files.fp8, lambda p: p.pop(".weight_scale"), r"there is no tensor x\.weight_scale_inv"),
