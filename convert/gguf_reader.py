@@ -11,7 +11,7 @@ import numpy as np
 
 from convert.families.table import some
 from convert.gguf_header import GgufHeader, gguf_package
-from convert.tensors import TensorInfo
+from convert.tensors import Stored, TensorInfo
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """GGUF's types that are not quantized → ours."""
@@ -27,19 +27,19 @@ class GgufReader:
     """The tensors of a file. Raises ValueError for quantized types not supported."""
 
     def __init__(self, path: Path, header: GgufHeader):
-        self._path = path
-        self._header = header
         self._gguf = gguf_package()
         self.tensors: dict[str, TensorInfo] = {}
+        self._bytes: dict[str, Stored] = {}
         refused = []
         for name, tensor in header.tensors.items():
             kind = self._kind(tensor.type)
             if kind not in _STORED and kind not in _QUANTIZED:
                 refused.append(f"{name} ({kind})")
                 continue
-            block, size = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType[kind]]
+            block, size = self._block(kind)
             nbytes = math.prod(tensor.shape) // block * size
             self.tensors[name] = TensorInfo(tensor.shape, kind, nbytes)
+            self._bytes[name] = Stored(path, tensor.offset, (tensor.shape[0], nbytes // tensor.shape[0]), "U8")
         if refused:
             raise ValueError(
                 f"{path}: quantization types not supported: {some(refused)}; "
@@ -48,17 +48,27 @@ class GgufReader:
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop): float32 if quantized, else in the stored dtype."""
-        info = self.tensors[name]
-        row_bytes = info.nbytes // info.shape[0]
-        offset = self._header.tensors[name].offset + start * row_bytes
-        # Read, not mapped: mapped pages count as memory.
-        raw = np.fromfile(self._path, np.uint8, (stop - start) * row_bytes, offset=offset)
-        if info.dtype in _STORED:
-            return raw.view(_STORED[info.dtype]).reshape(stop - start, *info.shape[1:])
-        rows: np.ndarray = self._gguf.dequantize(
-            raw.reshape(stop - start, row_bytes), self._gguf.GGMLQuantizationType[info.dtype]
-        )
-        return rows
+        return self._values(name, self._bytes[name].read(start, stop)).reshape(-1, *self.tensors[name].shape[1:])
+
+    def read_columns(self, name: str, start: int, stop: int, first: int, last: int) -> np.ndarray:
+        """Elements [first, last) of those rows, flattened; the blocks that hold them are read."""
+        block, size = self._block(self.tensors[name].dtype)
+        low, high = first // block, -(-last // block)
+        values = self._values(name, self._bytes[name].read_columns(start, stop, low * size, high * size))
+        return values[:, first - low * block : last - low * block]
+
+    def _values(self, name: str, raw: np.ndarray) -> np.ndarray:
+        """[rows, bytes] → [rows, elements]."""
+        kind = self.tensors[name].dtype
+        if kind in _STORED:
+            return raw.view(_STORED[kind])
+        values: np.ndarray = self._gguf.dequantize(raw, self._gguf.GGMLQuantizationType[kind])
+        return values
+
+    def _block(self, kind: str) -> tuple[int, int]:
+        """Elements, and the bytes that they take."""
+        elements, nbytes = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType[kind]]
+        return elements, nbytes
 
     def _kind(self, number: int) -> str:
         kinds = {int(kind): kind.name for kind in self._gguf.GGMLQuantizationType}

@@ -22,6 +22,7 @@ from convert import safetensors_reader, torch_reader
 from convert.families.fields import Fields
 from convert.families.table import some
 from convert.shards import load_json
+from convert.slices import Part
 from convert.tensors import FLOATS, Reader, Stored
 
 CONFIG = "adapter_config.json"
@@ -75,6 +76,15 @@ class MergingReader:
         """Rows [start, stop): float32 where the adapter adds to them."""
         source = self._replaced.get(name)
         rows = self._reader.read(name, start, stop) if source is None else source.read(start, stop)
+        return self._changed(name, rows, start, stop)
+
+    def read_part(self, name: str, part: Part, start: int, stop: int) -> np.ndarray | None:
+        """The same rows, of which only what `part` needs is right; None if it needs none of them."""
+        source = self._replaced.get(name)
+        rows = part.read(self._reader, name, start, stop) if source is None else source.read(start, stop)
+        return None if rows is None else self._changed(name, rows, start, stop)
+
+    def _changed(self, name: str, rows: np.ndarray, start: int, stop: int) -> np.ndarray:
         change = self._changes.get(name)
         return rows if change is None else rows.astype(np.float32) + change.rows(start, stop)
 

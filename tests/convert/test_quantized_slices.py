@@ -1,7 +1,8 @@
-"""Of a checkpoint that others quantized, too, a process reads the slices of its own shards."""
+"""Of a checkpoint that others quantized, or of GGUF, or with an adapter, a process reads the slices of its shards."""
 
 import math
 
+import gguf
 import jax
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from convert import loading
 from convert.tensors import Stored
 from jaxinfer.parameters import flatten
 from tests import tiny, wide_experts
-from tests.convert import test_quantized
+from tests.convert import test_lora, test_quantized
+from tests.convert.gguf_files import gguf_tensors, write_gguf
 from tests.convert.meshed import abstract_tree, load_flat
 
 WIDE = {
@@ -91,3 +93,17 @@ def test_experts_in_mxfp4(kept, tmp_path, monkeypatch):
     folder, _ = wide_experts.write_mxfp4(tmp_path, layer_types=["full_attention"], **sizes)
     checkpoint = convert.open_checkpoint(folder)
     check(checkpoint, checkpoint.quantization if kept else None, monkeypatch)
+
+
+def test_blocks_of_gguf(tmp_path, monkeypatch):
+    monkeypatch.setitem(tiny.CASES, "llama", WIDE)
+    tensors, kind = gguf_tensors("llama"), gguf.GGMLQuantizationType.Q8_0
+    low = {name: (kind, gguf.quantize(array, kind)) for name, array in tensors.items() if array.ndim == 2}
+    check(convert.open_checkpoint(write_gguf(tmp_path / "x.gguf", WIDE, tensors, quantized=low)), None, monkeypatch)
+
+
+def test_the_base_of_an_adapter(tmp_path, monkeypatch):
+    monkeypatch.setitem(tiny.CASES, "llama", WIDE)
+    module = "model.layers.0.mlp.down_proj"
+    folder = test_lora.adapter(tmp_path / "lora", test_lora.pair(module, *test_lora.factors(4, 256, 512, 0)))
+    check(convert.open_checkpoint(folder), None, monkeypatch, 1.2)
