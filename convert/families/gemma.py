@@ -99,7 +99,7 @@ _SANDWICH = {
 
 def _gemma3_with_images(fields: Fields) -> ModelConfig:
     fields.ignore(["mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"])
-    return text_config(fields, "gemma3", {"gemma3_text": _gemma3}, "gemma3_text")
+    return text_config(fields, "gemma3", {"gemma3_text": _gemma3}, "gemma3_text", tied=True)
 
 
 GEMMA = Family(_gemma, LLAMA_TABLE)

@@ -12,17 +12,21 @@ from jaxinfer.config import ModelConfig
 
 
 def text_config(
-    fields: Fields, family: str, readers: Mapping[str, Callable[[Fields], ModelConfig]], default: str
+    fields: Fields,
+    family: str,
+    readers: Mapping[str, Callable[[Fields], ModelConfig]],
+    default: str,
+    tied: bool = False,
 ) -> ModelConfig:
     """The config that `text_config` describes. readers: its `model_type` → the family's config function.
 
-    A head is tied, and there are end ids, where either section says so.
+    A head is tied, and there are end ids, where either section says so. tied: what the outer one says by default.
     """
     text = fields.section("text_config")
     skip_general(text)
     read = text.choice("model_type", text.get("model_type", default), readers)
     fields.ignore(["vision_config", "bos_token_id"])
-    tied, ends = fields.boolean("tie_word_embeddings", False), token_ids(fields, "eos_token_id")
+    tied, ends = fields.boolean("tie_word_embeddings", tied), token_ids(fields, "eos_token_id")
     config = read(text)
     text.finish()
     return dataclasses.replace(

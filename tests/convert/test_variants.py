@@ -81,6 +81,12 @@ def test_sizes_that_follow_from_others():
     assert config("bloom", n_embed=64, n_inner=None).mlp_size == 256
 
 
+def test_gemma3_s_head_is_tied_unless_both_sections_deny_it():
+    for outer, tied in ({}, True), ({"tie_word_embeddings": False}, False):
+        fields = {"model_type": "gemma3", "text_config": {"tie_word_embeddings": False}, **outer}
+        assert model_config(fields).tied_head == tied
+
+
 def test_phi3_takes_the_trained_length_beside_the_section():
     """4096 by default, whatever the section says: another there is a contradiction."""
     scaling = {"type": "longrope", "short_factor": [1] * 4, "long_factor": [2] * 4}
