@@ -157,13 +157,11 @@ def layer_windows(
     used = fields.boolean("use_sliding_window", False)
     window = fields.get("sliding_window", default)
     window = fields.integer("sliding_window", window) if used and window is not None else None
-    first = fields.get("max_window_layers", 28)
-    kinds = fields.get("layer_types")
-    if kinds is None:
+    first = fields.count("max_window_layers", 28)
+    sliding = sliding_layers(fields, num_layers)
+    if sliding is None:
         slides = slides or (lambda layer: layer >= first)
         sliding = [window is not None and slides(layer) for layer in range(num_layers)]
-    else:
-        sliding = sliding_layers(fields, kinds)
     if any(sliding) and window is None:
         raise ValueError(
             f"{fields.where}: 'layer_types' has sliding layers, but 'use_sliding_window' or 'sliding_window' says none"
@@ -196,12 +194,10 @@ def layer_kinds_windows(
     """`sliding_window` of the layers that `layer_types` says have it; of all if it is absent, but each `pattern`-th."""
     window = fields.get("sliding_window", default)
     window = None if window is None else fields.integer("sliding_window", window)
-    kinds = fields.get("layer_types")
-    if kinds is None:
+    sliding = sliding_layers(fields, num_layers)
+    if sliding is None:
         every = range(1, num_layers + 1)
         sliding = [window is not None and (pattern is None or layer % pattern != 0) for layer in every]
-    else:
-        sliding = sliding_layers(fields, kinds)
     if any(sliding) and window is None:
         raise ValueError(f"{fields.where}: 'layer_types' has sliding layers, but 'sliding_window' says none")
     return windows_of(sliding, window)
@@ -213,9 +209,10 @@ def every_layer_window(fields: Fields, num_layers: int, default: int | None) -> 
     return () if window is None else (fields.integer("sliding_window", window),) * num_layers
 
 
-def sliding_layers(fields: Fields, kinds: list[str]) -> list[bool]:
-    """Which layers of `layer_types` have a window."""
-    return [fields.choice("layer_types", kind, _LAYER_KINDS) for kind in kinds]
+def sliding_layers(fields: Fields, num_layers: int) -> list[bool] | None:
+    """Which layers have a window by `layer_types`; None if it is null or absent."""
+    kinds = fields.per_layer("layer_types", num_layers)
+    return kinds and [fields.choice("layer_types", kind, _LAYER_KINDS) for kind in kinds]
 
 
 def windows_of(sliding: list[bool], window: int | None) -> tuple[int | None, ...]:

@@ -65,7 +65,7 @@ def _shared(fields: Fields, defaults: dict[str, Any]) -> dict[str, Any]:
     latent, queries = fields.integer("kv_lora_rank", 512), fields.get("q_lora_rank", 1536)
     rope = rope_config(fields, common["max_position"], rope_dim)
     scale = (nope + rope_dim) ** -0.5
-    section = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    section = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
     if rope.kind != "default" and section.get("mscale_all_dim"):
         scale *= yarn_mscale(rope.factor, section["mscale_all_dim"]) ** 2
     size = fields.integer("moe_intermediate_size", defaults["moe_intermediate_size"])
@@ -85,7 +85,7 @@ def _shared(fields: Fields, defaults: dict[str, Any]) -> dict[str, Any]:
         "expert_size": size,
         "shared_expert_size": size * fields.integer("n_shared_experts", defaults["n_shared_experts"]),
         "shared_expert_gate": False,
-        "dense_layers": tuple(range(fields.get("first_k_dense_replace", defaults["first_k_dense_replace"]))),
+        "dense_layers": tuple(range(fields.count("first_k_dense_replace", defaults["first_k_dense_replace"]))),
         "router_scale": fields.number("routed_scaling_factor", defaults["routed_scaling_factor"]),
     }
 

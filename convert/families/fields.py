@@ -37,8 +37,15 @@ class Fields:
         self._unread.add(name)
 
     def section(self, name: str) -> Fields:
-        """The fields of a nested config; read and `finish` it."""
-        return Fields(dict(self.get(name) or {}), f"{self.where}, {name}")
+        """The fields of a nested config, none if it is null or absent; read and `finish` it."""
+        return Fields(self.mapping(name), f"{self.where}, {name}")
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """A copy of a nested config, empty if it is null or absent. Raises ValueError for anything else."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{self.where}: '{name}' is {value!r}; it must be an object, or null")
+        return dict(value or {})
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer. Raises ValueError for anything else, or if absent without a default."""
@@ -63,6 +70,29 @@ class Fields:
         if any(value != values[0] for value in values):
             raise ValueError(f"{self.where}: {' and '.join(map(repr, said))} contradict each other: {values}")
         return values[0] if values else default
+
+    def count(self, name: str, default: int) -> int:
+        """An integer that may be zero. Raises ValueError for anything else."""
+        value = self.get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{self.where}: '{name}' is {value!r}; it must be a positive integer or zero")
+        return value
+
+    def integers(self, name: str) -> list[int] | None:
+        """A list of integers, None if it is null or absent. Raises ValueError for anything else."""
+        value = self.get(name)
+        listed = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+        if value is not None and not listed:
+            raise ValueError(f"{self.where}: '{name}' is {value!r}; it must be a list of integers, or null")
+        return value
+
+    def per_layer(self, name: str, num_layers: int) -> list[Any] | None:
+        """A list with an entry for each layer, None if it is null or absent. Raises ValueError for anything else."""
+        value = self.get(name)
+        if value is not None and (not isinstance(value, list) or len(value) != num_layers):
+            said = f"has {len(value)} entries for {num_layers} layers" if isinstance(value, list) else f"is {value!r}"
+            raise ValueError(f"{self.where}: '{name}' {said}; it must be a list with one for each layer, or null")
+        return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number. Raises ValueError for anything else, or if absent without a default."""

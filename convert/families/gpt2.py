@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from convert import joined, transforms
-from convert.families.decoder import common_fields, linear_rows, norm_rows
+from convert.families.decoder import common_fields, linear_rows, norm_rows, windows_of
 from convert.families.fields import Fields
 from convert.families.table import Family, Source, Table
 from jaxinfer.config import ModelConfig
@@ -80,11 +80,16 @@ def _neo(fields: Fields) -> ModelConfig:
     sizes = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "max_position_embeddings": 2048}
     common = common_fields(fields, {**GPT_DEFAULTS, **sizes}, names, rope=False)
     fields.ignore(["attention_layers"])  # attention_types, written out
-    kinds = [
-        fields.choice("attention_types", kind, {"global": False, "local": True})
-        for pattern, times in fields.get("attention_types", [[["global", "local"], 12]])
-        for kind in pattern * times
-    ]
+    types = fields.get("attention_types", [[["global", "local"], 12]])
+    try:
+        kinds = [kind for pattern, times in types for kind in list(pattern) * times]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{fields.where}: 'attention_types' is {types!r}; it must be a list of [kinds, times]"
+        ) from None
+    if len(kinds) != common["num_layers"]:
+        raise ValueError(f"{fields.where}: 'attention_types' is of {len(kinds)} layers, not {common['num_layers']}")
+    local = [fields.choice("attention_types", kind, {"global": False, "local": True}) for kind in kinds]
     window = fields.integer("window_size", 256)
     return ModelConfig(
         family="gpt_neo",
@@ -93,7 +98,7 @@ def _neo(fields: Fields) -> ModelConfig:
         **{**_BIASES, "qkv_bias": False},
         attention_scale=1.0,
         learned_positions=common["max_position"],
-        windows=tuple(window if local else None for local in kinds),
+        windows=windows_of(local, window),
     )
 
 

@@ -57,9 +57,8 @@ def _config(fields: Fields) -> ModelConfig:
 def _layers_without_rope(fields: Fields, layers: range) -> tuple[int, ...]:
     interval = fields.integer("no_rope_layer_interval", 4)
     # Despite the name, 1 where there is RoPE.
-    has_rope = fields.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in layers]
-    if len(has_rope) != len(layers):
-        raise ValueError(f"{fields.where}: 'no_rope_layers' has {len(has_rope)} entries for {len(layers)} layers")
+    said = None if fields.get("no_rope_layers") == [] else fields.per_layer("no_rope_layers", len(layers))
+    has_rope = said or [(layer + 1) % interval != 0 for layer in layers]
     return tuple(layer for layer in layers if not has_rope[layer])
 
 
@@ -72,7 +71,7 @@ def _query_scaling(fields: Fields) -> QueryScaling | None:
 def _chunks(fields: Fields, layers: range, without_rope: tuple[int, ...]) -> tuple[int | None, ...]:
     size = fields.get("attention_chunk_size", 8192)
     size = None if size is None else fields.integer("attention_chunk_size", size)
-    kinds = fields.get("layer_types")
+    kinds = fields.per_layer("layer_types", len(layers))
     if kinds is None:
         chunked = [size is not None and layer not in without_rope for layer in layers]
     else:
@@ -85,7 +84,7 @@ def _chunks(fields: Fields, layers: range, without_rope: tuple[int, ...]) -> tup
 def _experts(fields: Fields, layers: range) -> dict[str, Any]:
     """None of it where no layer has any, as in MobileLLM-R1, whatever their sizes are said to be."""
     names = ("interleave_moe_layer_step", "moe_layers", "num_local_experts", "num_experts_per_tok", "intermediate_size")
-    routed: Any = fields.get("moe_layers")
+    routed: Any = fields.integers("moe_layers")
     if routed is None:
         step = fields.integer("interleave_moe_layer_step", 1)
         routed = layers[step - 1 :: step]

@@ -36,7 +36,7 @@ def _minimax(fields: Fields) -> ModelConfig:
     """Of transformers."""
     _rotary_dim(fields)
     common = common_fields(fields, _DEFAULTS)
-    kinds = fields.get("layer_types") or [
+    kinds = fields.per_layer("layer_types", common["num_layers"]) or [
         "linear_attention" if layer % 2 else "full_attention" for layer in range(common["num_layers"])
     ]
     scales = {
@@ -50,7 +50,7 @@ def _original(fields: Fields) -> ModelConfig:
     """Of the release, whose own code transformers calls remote."""
     _rotary_dim(fields)
     common = common_fields(fields, _DEFAULTS)
-    kinds = [_kind(fields, number) for number in fields.get("attn_type_list") or []]
+    kinds = [_kind(fields, number) for number in fields.per_layer("attn_type_list", common["num_layers"]) or []]
     scales = {
         part: tuple(fields.number(f"layernorm_{name}_{each}", 1.0) for each in ("alpha", "beta"))
         for part, name in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))

@@ -64,8 +64,8 @@ def _ministral(fields: Fields) -> ModelConfig:
 
 
 def _ministral3(fields: Fields) -> ModelConfig:
-    section = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    rope = dict(fields.get(section) or _MINISTRAL3_ROPE)
+    section = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
+    rope = fields.mapping(section) or dict(_MINISTRAL3_ROPE)
     beta, _ = rope.pop("llama_4_scaling_beta", 0), rope.pop("max_position_embeddings", None)
     fields.replace(section, rope)
     common = common_fields(fields, _MINISTRAL3)

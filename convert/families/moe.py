@@ -99,7 +99,7 @@ def _mixtral(fields: Fields) -> ModelConfig:
 def _qwen(fields: Fields, common: dict[str, Any], per_token: int, size: int, name: str, number: int) -> dict[str, Any]:
     """What Qwen2-MoE and Qwen3-MoE share."""
     step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.get("mlp_only_layers") or []
+    dense = fields.integers("mlp_only_layers") or []
     layers = range(common["num_layers"])
     return {
         **common,
@@ -112,7 +112,7 @@ def _qwen(fields: Fields, common: dict[str, Any], per_token: int, size: int, nam
 
 def _qwen2_moe(fields: Fields) -> ModelConfig:
     common = common_fields(fields, _QWEN2)
-    first_without = fields.get("max_window_layers", 28)
+    first_without = fields.count("max_window_layers", 28)
     return ModelConfig(
         family="qwen2_moe",
         **_qwen(fields, common, 4, 1408, "num_experts", 60),
@@ -141,8 +141,8 @@ def _qwen3_moe(fields: Fields) -> ModelConfig:
 def _all_or_none(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """Windows of Qwen3-MoE: in all layers, if in any."""
     used = fields.boolean("use_sliding_window", False) and fields.get("sliding_window", 4096) is not None
-    kinds = fields.get("layer_types")
-    if kinds is not None and sliding_layers(fields, kinds) != [used] * num_layers:
+    sliding = sliding_layers(fields, num_layers)
+    if sliding is not None and sliding != [used] * num_layers:
         raise ValueError(
             f"{fields.where}: 'layer_types' has {'full' if used else 'sliding'} layers, but by 'use_sliding_window' "
             f"and 'sliding_window' {'all' if used else 'none'} of them have the window"

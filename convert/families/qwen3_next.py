@@ -26,14 +26,14 @@ _KINDS = {"linear_attention": True, "full_attention": False}
 
 
 def recurrent_layers(fields: Fields, kinds: list[str], num_layers: int) -> tuple[int, ...]:
-    """Those that `layer_types` says are linear. Raises ValueError if it does not name every layer's kind."""
+    """Those of `kinds`, one for each layer, that are linear. Raises ValueError for a kind that is not known."""
     if len(kinds) != num_layers:
-        raise ValueError(f"{fields.where}: 'layer_types' has {len(kinds)} entries for {num_layers} layers")
+        raise ValueError(f"{fields.where}: kinds of {len(kinds)} layers are given, and there are {num_layers} layers")
     return tuple(layer for layer, kind in enumerate(kinds) if fields.choice("layer_types", kind, _KINDS))
 
 
 def _recurrent(fields: Fields, num_layers: int) -> dict[str, Any]:
-    interval, kinds = fields.integer("full_attention_interval", 4), fields.get("layer_types")
+    interval, kinds = fields.integer("full_attention_interval", 4), fields.per_layer("layer_types", num_layers)
     if kinds is None:
         full = [(layer + 1) % interval == 0 for layer in range(num_layers)]
         kinds = ["full_attention" if one else "linear_attention" for one in full]
@@ -55,7 +55,7 @@ def _qwen3_next(fields: Fields) -> ModelConfig:
     fields.expect("attention_bias", False)
     fields.expect("use_sliding_window", False)
     fields.ignore(["output_router_logits", "router_aux_loss_coef"])
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers") or []
     return ModelConfig(
         family="qwen3_next",
         **common,

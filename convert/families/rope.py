@@ -49,7 +49,7 @@ def rope_config(
 
 def _section(fields: Fields) -> tuple[dict[str, Any], str]:
     """The settings, and what they are called. Raises ValueError if they are there in both dialects and differ."""
-    scaling, parameters = (dict(fields.get(name) or {}) for name in ("rope_scaling", "rope_parameters"))
+    scaling, parameters = (fields.mapping(name) for name in ("rope_scaling", "rope_parameters"))
     beside = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor") if name in fields}
     if scaling and parameters and {**beside, **_one_kind(scaling)} != {**beside, **_one_kind(parameters)}:
         raise ValueError(f"{fields.where}: 'rope_scaling' and 'rope_parameters' say different things; keep one of them")
@@ -107,11 +107,12 @@ def layer_ropes(
 
     Older configs say `rope_theta` and `rope_scaling`, which the former take alone, and `rope_local_base_freq`.
     """
-    sections: dict[str, Any] = dict(fields.get("rope_parameters") or {})
-    full, window = ({**(sections.pop(f"{kind}_attention", None) or {})} for kind in ("full", "sliding"))
+    sections = fields.mapping("rope_parameters")
+    each = Fields({kind: sections.pop(kind, None) for kind in _KINDS_OF_LAYERS}, f"{fields.where}, rope_parameters")
+    full, window = (each.mapping(kind) for kind in _KINDS_OF_LAYERS)
     if sections:
         raise ValueError(f"{fields.where}: 'rope_parameters' has {', '.join(sections)} besides a section for each kind")
-    scaling = dict(fields.get("rope_scaling") or {})
+    scaling = fields.mapping("rope_scaling")
     if full and scaling and {**full, **_one_kind(scaling)} != _one_kind(full):
         raise ValueError(f"{fields.where}: 'rope_scaling' and 'rope_parameters' say different things; keep one of them")
     full |= scaling
@@ -121,6 +122,9 @@ def layer_ropes(
         section_rope(Fields(values, f"{fields.where}, rope_parameters"), max_position, head_dim)
         for values in (full, window)
     )
+
+
+_KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 
 
 def _default(fields: Fields, max_position: int) -> dict[str, Any]:

@@ -26,10 +26,8 @@ def _config(fields: Fields) -> ModelConfig:
     common = common_fields(fields, _DEFAULTS)
     layers = range(common["num_layers"])
     interval = fields.integer("no_rope_layer_interval", 4)
-    has_rope = fields.get("no_rope_layers")  # despite its name: 1 where there is RoPE
+    has_rope = fields.per_layer("no_rope_layers", len(layers))  # despite its name: 1 where there is RoPE
     has_rope = [(layer + 1) % interval != 0 for layer in layers] if has_rope is None else has_rope
-    if len(has_rope) != len(layers):
-        raise ValueError(f"{fields.where}: 'no_rope_layers' has {len(has_rope)} entries for {len(layers)} layers")
     bias = fields.boolean("attention_bias", False)
     fields.expect("pretraining_tp", 1, 2)  # of training: the weights are whole
     return ModelConfig(

@@ -6,11 +6,12 @@ from convert.families import model_config
 from convert.families.decoder import ACTIVATIONS
 
 BASE = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 4}
+OTHER_NAMES = {"dbrx": {}, "gptj": {}, "gpt_neo": {"num_layers": 4}}
 WINDOW = {"use_sliding_window": True, "sliding_window": 12, "num_key_value_heads": 2}
 
 
 def config(model_type, **fields):
-    base = {} if model_type in ("dbrx", "gptj") else BASE  # which have other names for them
+    base = OTHER_NAMES.get(model_type, BASE)
     return model_config({"model_type": model_type, **base, **fields})
 
 
@@ -182,3 +183,34 @@ def test_contradictions_are_refused(model_type, fields, message):
 def test_names_of_the_same_activation():
     assert {name for name, ours in ACTIVATIONS.items() if ours == "gelu"} == {"gelu", "gelu_python"}
     assert config("llama", hidden_act="gelu_accurate").activation == "gelu_tanh"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("llama", {"rope_scaling": True}, "'rope_scaling' is True; it must be an object, or null"),
+        ("ministral3", {"rope_parameters": 1}, "'rope_parameters' is 1; it must be an object"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": 1}},
+            "rope_parameters: 'full_attention' is 1; it must be",
+        ),
+        ("dbrx", {"ffn_config": [1]}, r"'ffn_config' is \[1\]; it must be an object"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "'layer_types' has 1 entries for 4 layers; it must be a list"),
+        ("ministral", {"layer_types": "full"}, "'layer_types' is 'full'; it must be a list with one for each layer"),
+        ("smollm3", {"no_rope_layers": True}, "'no_rope_layers' is True; it must be a list"),
+        (
+            "qwen2",
+            {"num_key_value_heads": 2, "max_window_layers": None},
+            "'max_window_layers' is None; it must be a pos",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": ["1"]}, r"'mlp_only_layers' is \['1'\]; it must be a list of integers"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "'first_k_dense_replace' is -1; it must be a positive integer"),
+        ("gpt_neo", {"attention_types": [["global"]]}, "'attention_types' is .*; it must be a list of .kinds, times."),
+        ("gpt_neo", {"attention_types": []}, "'attention_types' is of 0 layers, not 4"),
+    ],
+)
+def test_malformed_fields(model_type, fields, message):
+    """None of them is taken for a default."""
+    with pytest.raises(ValueError, match=message):
+        config(model_type, **fields)
