@@ -104,7 +104,11 @@ MINIMAX = {
 del MINIMAX["layer_types"]
 GLM, LLAMA = tiny_families.CASES["glm"], tiny.CASES["llama"]
 FAMILIES = {
-    "internlm2": ("llama", {**LLAMA, "bias": False, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, internlm2),
+    "internlm2": (
+        "llama",
+        {**LLAMA, "bias": False, "rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        internlm2,
+    ),
     "internlm3": ("llama", {**LLAMA, "head_dim": 8, "qkv_bias": False, "bias": False}, dict),
     "chatglm": (
         "glm",
