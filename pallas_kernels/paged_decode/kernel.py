@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_pages import KVPages
 from pallas_kernels.mosaic import interpreted
 from pallas_kernels.paged_decode.config import KEYS, REDUCTION_BYTES, round_up
-from pallas_kernels.paged_decode.counter import count_arrival
+from pallas_kernels.paged_decode.counter import count_arrivals
 from pallas_kernels.paged_decode.plan import COUNTERS, SLOTS, Plan
 from pallas_kernels.paged_decode.steps import (
     COL,
@@ -109,7 +109,7 @@ class Body(Steps):
         nothing = jnp.int32(0)
         init = (nothing, at, row, cursor, (nothing, nothing, sequence, head))
         *_, left = lax.fori_loop(0, self.segments, self.segment, init)
-        self.merge_all(row, left)
+        pl.when((left[0] + left[1]) > 0)(lambda: self.arrive(row, left))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Where the work is
@@ -278,8 +278,8 @@ class Body(Steps):
             self.write_out(*row[:2])
             return jnp.int32(0)
 
-        last = lax.cond(whole, finish, lambda: self.share(turn, top, weight, acc))
-        left = (jnp.where(turn == 0, last, left[0]), jnp.where(turn == 0, 0, last), row[0], row[1])
+        leaves = lax.cond(whole, finish, lambda: self.leave(turn, top, weight, acc))
+        left = (jnp.where(turn == 0, leaves, left[0]), jnp.where(turn == 0, 0, leaves), row[0], row[1])
         return done + steps, jnp.int32(0), following, cursor, left
 
     # Rows that several blocks share
@@ -289,26 +289,34 @@ class Body(Steps):
         first, last, *parts = self.shares
         return jnp.where(which == 0, first, last), jnp.where(which == 0, parts[0], parts[1])
 
-    def share(self, turn: jax.Array, top: jax.Array, weight: jax.Array, acc: jax.Array) -> jax.Array:
-        """Leave this block's part of a row. Returns whether all parts are there now: 1, or 0."""
-        first, parts = self.shared(turn)
+    def leave(self, turn: jax.Array, top: jax.Array, weight: jax.Array, acc: jax.Array) -> jax.Array:
+        """Leave this block's part of a row for the block that comes last."""
         mine = SLOTS * self.block + jnp.minimum(turn, 1)
         self.g["parts"].at[mine].transpose((1, 0))[...] = plgpu.layout_cast(acc, WG_T)
         self.g["stats"].at[mine, 0][...] = top
         self.g["stats"].at[mine, 1][...] = weight
-        counter = COUNTERS + lax.rem(first, jnp.int32(SLOTS))
-        counter = self.g["runs"].at[lax.div(first, jnp.int32(SLOTS)), pl.ds(counter, 1)]
-        return (count_arrival(counter, self.s["p"], self.p_transforms, parts) == parts - 1).astype(jnp.int32)
+        return jnp.int32(1)
 
-    def merge_all(self, row: tuple, left: tuple) -> None:
-        """Merge those of the block's first and last row whose last part it left: after all else, when the registers are
-        free."""
+    def arrive(self, row: tuple, left: tuple) -> None:
+        """Count this block's parts of rows, and merge rows whose last part that was.
+
+        After all else, once for both rows: it takes several trips to memory, and merging many registers.
+        """
+        counters, arrivals = [], []
+        for which in range(SLOTS):
+            first, parts = self.shared(jnp.int32(which))
+            counter = COUNTERS + lax.rem(first, jnp.int32(SLOTS))
+            counters.append(self.g["runs"].at[lax.div(first, jnp.int32(SLOTS)), pl.ds(counter, 1)])
+            arrivals.append(parts * left[which])
+        before = count_arrivals(counters, self.s["p"], self.p_transforms, arrivals)
 
         def merge(which: jax.Array, none: None) -> None:
-            found, sequence, head = (
-                jnp.where(which == 0, a, b) for a, b in zip((left[0], *row[:2]), left[1:], strict=True)
-            )
-            pl.when(found > 0)(lambda: self.merge(sequence, head, *self.shared(which)))
+            def of(first: jax.Array, last: jax.Array) -> jax.Array:
+                return jnp.where(which == 0, first, last)
+
+            sequence, head = (of(*pair) for pair in zip(row[:2], left[2:], strict=True))
+            last = of(*before) == of(*arrivals) - 1
+            pl.when(last)(lambda: self.merge(sequence, head, *self.shared(which)))
 
         lax.fori_loop(0, SLOTS, merge, None)
 

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.counter import count_arrival
+from pallas_kernels.paged_decode.counter import count_arrivals
 from tests.pallas_kernels.interpreter import interpreter
 
 SIZE = 128
@@ -73,7 +73,7 @@ def summed_by_the_last(x: jax.Array, interpret: Any, *, counted: bool) -> jax.Ar
         parts[block] = x_ref[...]
         before = block
         if counted:
-            before = count_arrival(counter, told, (), jnp.int32(2))
+            (before,) = count_arrivals([counter], told, (), [jnp.int32(2)])
 
         @pl.when(before == 1)
         def _() -> None:
@@ -89,11 +89,35 @@ def summed_by_the_last(x: jax.Array, interpret: Any, *, counted: bool) -> jax.Ar
     )(x, jnp.zeros(1, jnp.int32))[1]
 
 
+def multiplied(x: jax.Array, interpret: Any, *, committed: bool) -> jax.Array:
+    """x on a diagonal of shared memory times ones; uncommitted, the matrix unit may read what was there before."""
+
+    def body(x_ref: Any, out_ref: Any, diagonal: Any, ones: Any) -> None:
+        diagonal[...] = jnp.where(jnp.arange(64)[:, None] == jnp.arange(64), x_ref[:64], 0.0).astype(jnp.bfloat16)
+        ones[...] = jnp.full(ones.shape, 2.0, jnp.bfloat16)
+        if committed:
+            plgpu.commit_smem()
+
+        def product(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, diagonal, ones)
+            return acc[...]
+
+        out_ref[:64] = pl.run_scoped(product, plgpu.ACC((64, 8), jnp.float32))[:, 0]
+        out_ref[64:] = x_ref[64:] * 2.0
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_types=[plgpu.SMEM((64, 64), jnp.bfloat16), plgpu.SMEM((64, 8), jnp.bfloat16)],
+        interpret=interpret,
+    )(x)
+
+
 RIGHT = [functools.partial(handed_over, synchronized=True), functools.partial(copied, waited=True)]
-RIGHT.append(functools.partial(summed_by_the_last, counted=True))
+RIGHT += [functools.partial(summed_by_the_last, counted=True), functools.partial(multiplied, committed=True)]
 
 
-@pytest.mark.parametrize("kernel", RIGHT, ids=["handed_over", "copied", "summed_by_the_last"])
+@pytest.mark.parametrize("kernel", RIGHT, ids=["handed_over", "copied", "summed_by_the_last", "multiplied"])
 def test_a_right_kernel_passes(kernel):
     with interpreter() as interpret:
         out = np.asarray(kernel(jnp.asarray(X), interpret))
@@ -104,6 +128,7 @@ WRONG = {
     "no barrier": functools.partial(handed_over, synchronized=False),
     "no wait": functools.partial(copied, waited=False),
     "not counted": functools.partial(summed_by_the_last, counted=False),
+    "not committed": functools.partial(multiplied, committed=False),
 }
 
 
