@@ -1,4 +1,4 @@
-"""AWQ, as AutoAWQ stores it (version "gemm").
+"""AWQ, as AutoAWQ stores it: version "gemm", and "gemv", which is in `awq_gemv`.
 
 Of a projection X with `inputs` and `outputs`: X.qweight [inputs, outputs / 8] int32, X.qzeros [groups, outputs / 8]
 int32 and X.scales [groups, outputs]; weight[i, o] = scales[g, o] · (q[i, o] - zero[g, o]) for input i of group g. Of
@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from convert.families.fields import Fields
+from convert.quantized import awq_gemv
 from convert.quantized.layer import (
     GROUP_SIZES,
     Along,
@@ -36,14 +37,19 @@ def find(reader: Reader, fields: Fields) -> list[Packed]:
     """Every projection that is stored so."""
     fields.choice("bits", fields.agreed("bits", "w_bit", default=4), {4: None})
     version = fields.agreed("version", "checkpoint_format", "format", default="gemm")
-    fields.choice("version", version.lower() if isinstance(version, str) else version, {"gemm": None})
+    gemv = fields.choice("version", str(version).lower(), {"gemm": False, "gemv": True})
     asymmetric = fields.boolean("zero_point", not fields.boolean("sym", False))
     if asymmetric == fields.boolean("sym", not asymmetric):
         raise ValueError(f"{fields.where}: 'zero_point' and 'sym' contradict each other: both are {asymmetric}")
     fields.expect("desc_act", False, None)
     fields.expect("pack_dtype", "int32", None)
     group_size = fields.group_size("group_size", "q_group_size")
-    return [_packed(reader, prefix, asymmetric, group_size) for prefix in with_suffix(reader, ".qweight")]
+    prefixes = with_suffix(reader, ".qweight")
+    if not gemv:
+        return [_packed(reader, prefix, asymmetric, group_size) for prefix in prefixes]
+    if group_size is None or not asymmetric:
+        raise ValueError(f"{fields.where}: version gemv is read with a 'group_size' and zero points only")
+    return [awq_gemv.packed(reader, prefix, group_size) for prefix in prefixes]
 
 
 def _packed(reader: Reader, prefix: str, asymmetric: bool, group_size: int | None) -> Packed:

@@ -66,6 +66,20 @@ def awq(outputs, inputs, rng, *, zeros=True):
     return stored | ({".qzeros": packed(zero)} if zeros else {}), weight
 
 
+def awq_gemv(outputs, inputs, rng):
+    groups = inputs // GROUP
+    width = -(-groups // 8) * 4  # more than are needed, as for the kernel
+    q, zero = rng.integers(0, 16, (outputs, inputs)), rng.integers(0, 16, (outputs, groups))
+    scale = np.zeros((outputs, 8 * width), np.float16)
+    scale[:, :groups] = random_scales(rng, outputs, groups)
+    qzeros = np.zeros((outputs, width), np.int32)
+    used = np.ascontiguousarray(words(zero.T, 4).T)
+    qzeros[:, : used.shape[1]] = used
+    each = np.arange(inputs) // GROUP
+    weight = scale[:, each].astype(np.float32) * (q - zero[:, each])
+    return {".qweight": np.ascontiguousarray(words(q.T, 4).T), ".qzeros": qzeros, ".scales": scale}, weight
+
+
 def compressed_packed(outputs, inputs, rng, *, bits=4, zeros=False, group=GROUP, act_order=False):
     groups, middle = inputs // group, 2 ** (bits - 1)
     q = rng.integers(-middle, middle, (outputs, inputs))

@@ -61,6 +61,7 @@ CASES = {
     "gptq3_v2": ({**GPTQ, "bits": 3, "checkpoint_format": "gptq_v2"}, partial(files.gptq, bits=3, version=2)),
     "awq": (AWQ, files.awq),
     "awq_without_zeros": ({**AWQ, "zero_point": False, "version": "GEMM"}, partial(files.awq, zeros=False)),
+    "awq_gemv": ({**AWQ, "version": "gemv"}, files.awq_gemv),
     "int4": (INT4, files.compressed_packed),
     "int4_zeros": (INT4, partial(files.compressed_packed, zeros=True)),
     "int4_zeros_act_order": (INT4, partial(files.compressed_packed, zeros=True, act_order=True)),
@@ -120,6 +121,7 @@ def test_weights_are_what_the_format_says(name, tmp_path, monkeypatch, caplog):
 
 KEPT = {
     **{"gptq4": Quantization("int4", 32, symmetric=False), "gptq4_symmetric": Quantization("int4", 32)},
+    **{"awq_gemv": Quantization("int4", 32, symmetric=False)},
     **{"awq": Quantization("int4", 32, symmetric=False), "awq_without_zeros": Quantization("int4", 32)},
     **{"int4": Quantization("int4", 32), "int4_zeros": Quantization("int4", 32, symmetric=False)},
     **{name: Quantization("int8", head=False) for name in ("int8", "int8_tensor", "bnb8")},
@@ -256,6 +258,12 @@ def test_symmetric_zero_points_are_the_middle_whatever_the_version(bits, version
     np.testing.assert_array_equal(of_one({**GPTQ, "sym": True, "bits": bits, "checkpoint_format": said}, parts), meant)
 
 
+def test_symmetric_zero_points_of_three_bits_are_not_asked_for():
+    parts, meant = files.gptq(32, 64, np.random.default_rng(0), bits=3, symmetric=True)
+    parts[".qzeros"] ^= 0x05000000
+    np.testing.assert_array_equal(of_one({**GPTQ, "sym": True, "bits": 3}, parts), meant)
+
+
 @pytest.mark.parametrize(
     "own",
     [
@@ -330,7 +338,8 @@ def test_a_packed_weight_is_read_once(tmp_path):
         ({**AWQ, "w_bit": 3}, "'bits' and 'w_bit' contradict each other"),
         ({**AWQ, "sym": True}, "'zero_point' and 'sym' contradict each other"),
         ({**GPTQ, "bits": 4, "pack_dtype": "int8"}, "'pack_dtype' is 'int8'"),
-        ({**AWQ, "version": "gemv"}, "'version' is 'gemv'"),
+        ({**AWQ, "version": "gemv_fast"}, "'version' is 'gemv_fast'"),
+        ({**AWQ, "version": "gemv", "group_size": None}, "version gemv is read with a 'group_size' and zero points"),
         ({**AWQ, "bits": 3}, "'bits' is 3"),
         ({**AWQ}, r"there is no tensor x\.scales"),
         ({"quant_method": "mxfp4"}, "says mxfp4, but no weight is stored so"),
