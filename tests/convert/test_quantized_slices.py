@@ -36,7 +36,6 @@ AS_FLOATS = [
         "gptq4_symmetric",
         "gptq4_act_order",
         "awq",
-        "awq_gemv",
         "int4_zeros_act_order",
         "int8_packed",
     ),
