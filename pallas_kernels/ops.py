@@ -13,6 +13,7 @@ from pallas_kernels import choice, formats, kv_pages
 from pallas_kernels.cache_append import cache_append
 from pallas_kernels.fused_mlp import fused_mlp
 from pallas_kernels.moe import moe
+from pallas_kernels.norm_matmul import Norm, norm_gate_up, norm_projection
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
 from pallas_kernels.quant_matmul import quant_matmul
@@ -63,6 +64,17 @@ def _examples() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         routes = _array((tokens, TOP_K), jnp.int32), _array((tokens, TOP_K), jnp.float32)
         experts = _array((EXPERTS, EMBED, 2, MLP)), _array((EXPERTS, MLP, EMBED))
         yield f"{name}, {EXPERTS} experts", moe, (x, *routes, *experts)
+    x = _array((1, EMBED))
+    yield (
+        "1 token",
+        _normed(norm_projection),
+        (x, x, _array((EMBED,)), _array((EMBED, KV_HEADS, Q_PER_KV + 2, HEAD_DIM))),
+    )
+    yield "1 token", _normed(norm_gate_up), (x, x, _array((EMBED,)), _array((EMBED, 2, MLP)))
+
+
+def _normed(op: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, delta, scale, weight, target: op(x, Norm(scale, delta, 1e-6), weight, target=target)
 
 
 def _array(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -25,6 +25,7 @@ from scripts.kernels import cache_append as appends
 from scripts.kernels import moe as experts
 from scripts.kernels import quant_matmul as products
 from scripts.kernels.fused_mlp import normal
+from scripts.norm_checks import norm_matmuls
 
 KV_HEADS = 2
 TOLERANCE = {"bfloat16": 0.01, "float16": 2e-3, "int8": 0.02, "float8_e4m3fn": 0.02}
@@ -34,7 +35,7 @@ EPS = 1e-5
 
 def checks() -> list[Check]:
     weights = [*quant_matmuls(), *mlps(), *quantized_mlps(), *moes()]
-    return [*decodes(), *prefills(), *cache_appends(), *weights, *norms(), *eight_bit_checks.checks()]
+    return [*decodes(), *prefills(), *cache_appends(), *weights, *norms(), *norm_matmuls(), *eight_bit_checks.checks()]
 
 
 def in_float32(fn: Callable[..., jax.Array], *arrays: Any, **options: Any) -> jax.Array:

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.layers import linear, summed, value
 from jaxinfer.models.lora import added, lora_of, with_lora
-from jaxinfer.models.norms import Norm, enter, leave, norm_scale, normalise_heads
+from jaxinfer.models.norms import Norm, enter, folded, leave, norm_scale, normalise_heads
 from jaxinfer.models.observe import observe
 from jaxinfer.parameters import Tree, attention_parameters
 from jaxinfer.weights import partition_specs
 from meshes import partition_spec
 from pallas_kernels.cache_append import cache_append
 from pallas_kernels.kv_pages import KVPages
+from pallas_kernels.norm_matmul import norm_projection
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_prefill import paged_prefill
 from pallas_kernels.target import Target
@@ -89,10 +90,14 @@ def _attention(
     shards: int,
 ) -> tuple[jax.Array, jax.Array | None, KVPages]:
     into = None if "lora" in weights else weights["qkv"]
-    x, inner = enter(x, delta, norms, config, inputs.target, into)
-    observe("attention.qkv", inner)
-    qkv = linear(inner, weights["qkv"], weights.get("qkv_bias"), target=inputs.target)
-    qkv = added(qkv, inner, weights, "qkv")
+    norm = folded(delta, norms, config, inputs.target, into)
+    if norm is not None:
+        x, qkv = norm_projection(x, norm, weights["qkv"], weights.get("qkv_bias"), target=inputs.target)
+    else:
+        x, inner = enter(x, delta, norms, config, inputs.target, into)
+        observe("attention.qkv", inner)
+        qkv = linear(inner, weights["qkv"], weights.get("qkv_bias"), target=inputs.target)
+        qkv = added(qkv, inner, weights, "qkv")
     qkv, gate = qkv[:, :, : config.q_per_kv + 2], qkv[:, :, config.q_per_kv + 2 :]
     out, cache = append_and_attend(qkv, weights, cache, inputs, config=config, window=window, shards=shards)
     if config.attention_gate:

@@ -14,13 +14,14 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.lora import added, lora_of, with_lora
-from jaxinfer.models.norms import enter, leave
+from jaxinfer.models.norms import enter, folded, leave
 from jaxinfer.models.observe import observe
 from jaxinfer.parameters import Tree, dense_residual_parameters, head_parameter, mlp_parameters
 from jaxinfer.weights import partition_specs, row_lengths
 from meshes import partition_spec
 from pallas_kernels.formats import QuantizedArray, QuantizedRows
 from pallas_kernels.fused_mlp import activated, down, gate_up
+from pallas_kernels.norm_matmul import norm_gate_up
 from pallas_kernels.quant_matmul import quant_matmul
 from pallas_kernels.target import Target
 
@@ -75,14 +76,19 @@ def _mlp(
 ) -> tuple[jax.Array, jax.Array | None]:
     """name: of these weights in their layer."""
     first = "gate_up" if config.gated_mlp else "up"
-    x, inner = enter(x, delta, norms, config, target, None if "lora" in weights else weights[first])
+    into, bias = None if "lora" in weights else weights[first], weights.get(f"{first}_bias")
     options: dict[str, Any] = {"activation": config.activation, "gated": config.gated_mlp, "target": target}
-    observe(f"{name}.{first}", inner)
-    if "lora" in weights:
-        product = added(linear(inner, weights[first], target=target), inner, weights, first)
-        hidden = activated(product, weights.get(f"{first}_bias"), config.activation, config.gated_mlp)
+    norm = folded(delta, norms, config, target, into)
+    if norm is not None:
+        x, hidden = norm_gate_up(x, norm, weights[first], bias, **options)
     else:
-        hidden = gate_up(inner, weights[first], weights.get(f"{first}_bias"), **options)
+        x, inner = enter(x, delta, norms, config, target, into)
+        observe(f"{name}.{first}", inner)
+        if "lora" in weights:
+            product = added(linear(inner, weights[first], target=target), inner, weights, first)
+            hidden = activated(product, bias, config.activation, config.gated_mlp)
+        else:
+            hidden = gate_up(inner, weights[first], bias, **options)
     observe(f"{name}.down", hidden)
     project = functools.partial(down, hidden, weights["down"], None, target=target)
     part = with_lora(project, hidden, weights, "down")

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.config import ModelConfig
+from jaxinfer.models.observe import observing
 from jaxinfer.parameters import Tree
+from pallas_kernels import norm_matmul
 from pallas_kernels.formats import QuantizedRows
 from pallas_kernels.quantize_rows import norm_and_quantize_rows
 from pallas_kernels.rms_norm import add_rms_norm, rms_norm
@@ -88,6 +90,20 @@ def enter(
     if config.skip_scale != 1.0:
         x = x * jnp.asarray(config.skip_scale, x.dtype)
     return x, inner
+
+
+def folded(
+    delta: jax.Array | None, norms: Tree, config: ModelConfig, target: Target, into: Any
+) -> norm_matmul.Norm | None:
+    """In place of `enter`: the norm that the kernel of the projection behind it may compute itself, of x and delta.
+
+    into: as in `enter`. None where the norm stands elsewhere, or its result is wanted besides.
+    """
+    if not target.untimed or into is None or getattr(into, "round_activations", False) or observing():
+        return None
+    if config.norm != "rms" or config.norm_placement not in ("pre", "sandwich") or config.skip_scale != 1.0:
+        return None
+    return norm_matmul.Norm(norm_scale(norms["norm"], config), delta, config.norm_eps)
 
 
 def leave(

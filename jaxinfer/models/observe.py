@@ -29,6 +29,10 @@ def observed(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
+def observing() -> bool:
+    return _observer.get() is not None
+
+
 def observe(name: str, x: jax.Array) -> None:
     """x: what the projection called `name` is about to take. Traces to nothing where nobody looks."""
     observer = _observer.get()

@@ -65,7 +65,7 @@ def gate_up(
     if isinstance(x, QuantizedRows):
         raise ValueError(f"x has 8 bits and the weight is {weight.dtype}; rows in 8 bits take a weight in the same")
     parts = 2 if gated else 1
-    obstacle = _obstacle(x, weight.dtype, outputs[-1], target)
+    obstacle = obstacle_of(x, weight.dtype, outputs[-1], target)
     if obstacle is None and not gated and x.shape[0] > STREAMED_TOKENS:
         obstacle = f"without a gate, over {STREAMED_TOKENS} tokens, XLA's matmul is as fast"
     loses = None if obstacle else gate_up_loses(x.shape[0], parts, outputs[-1], target.cores)
@@ -106,7 +106,7 @@ def down(
     options: dict[str, Any] = {"target": target, "implementation": implementation, "interpret": interpret}
     if isinstance(weight, QuantizedArray):
         return xla.added(quant_matmul(hidden, weight, **options), residual, bias)
-    obstacle = _obstacle(hidden, weight.dtype, outputs[-1], target)
+    obstacle = obstacle_of(hidden, weight.dtype, outputs[-1], target)
     if obstacle is None and hidden.shape[0] > CLUSTERED_TOKENS:
         obstacle = f"over {CLUSTERED_TOKENS} tokens XLA's matmul, which adds the residual itself, is as fast"
     loses = None if obstacle else down_loses(hidden.shape[0], hidden.shape[1], outputs[-1], target)
@@ -198,7 +198,7 @@ def _one_wave(blocks: float, cores: int) -> str | None:
     return f"it is known to be faster where its blocks occupy {BUSY:.0%} to 100% of {cores} cores once, not {blocks:g}"
 
 
-def _obstacle(x: jax.Array, weight_dtype: Any, outputs: int, target: Target) -> str | None:
+def obstacle_of(x: jax.Array, weight_dtype: Any, outputs: int, target: Target) -> str | None:
     (tokens, inputs), dtype = x.shape, jnp.dtype(x.dtype)
     if lacking := target.lacks_hopper():
         return lacking

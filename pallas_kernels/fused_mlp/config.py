@@ -94,14 +94,18 @@ def busy(tiles: int, cores: int) -> float:
     return tiles / (-(-tiles // cores) * cores)
 
 
-def stream_config(tokens: int, inputs: int, parts: int, outputs: int, cores: int) -> StreamConfig:
-    """parts: 2 for gate and up; outputs: a multiple of 64, of each part."""
+def stream_config(
+    tokens: int, inputs: int, parts: int, outputs: int, cores: int, beside: tuple[int, int] = (0, 0)
+) -> StreamConfig:
+    """parts: 2 for gate and up; outputs: a multiple of 64, of each part; beside: bytes of a norm, of each input of a
+    chunk, and of all (`Fold.room`).
+    """
     rows = -(-tokens // 8) * 8
     # The first that keeps most busy, else the one that keeps the most so.
     shapes = SHAPES[parts] if parts == 2 or inputs >= SPLIT_INPUTS else ((1, 1),)
     consumers, split = max(shapes, key=lambda shape: min(_stream_busy(inputs, outputs, shape, cores), BUSY))
-    buffers = consumers * rows * (64 * 2 + (split - 1) * parts * 64 * 4)
-    chunk_bytes = 64 * 2 * (parts * 64 * consumers + rows)
+    buffers = consumers * rows * (64 * 2 + (split - 1) * parts * 64 * 4) + beside[1]
+    chunk_bytes = 64 * (2 * (parts * 64 * consumers + rows) + beside[0])
     chunks = (SHARED_MEMORY - buffers) // chunk_bytes
     # Twice the inputs at a time is faster, as long as three of them fit.
     chunk = 128 if inputs % 128 == 0 and chunks >= 6 else 64

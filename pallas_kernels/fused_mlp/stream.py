@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fused_mlp.activations import activate, erf
 from pallas_kernels.fused_mlp.config import StreamConfig
 from pallas_kernels.mosaic import interpreted, swizzled
+from pallas_kernels.rms_norm.fold import Fold, Norm
 
 COLUMNS = 64
 """Of a consumer: what wgmma takes as rows."""
@@ -42,6 +43,38 @@ def stream(
 
     Returns activation(x @ weight + bias) + residual, [M, N]. K must be a multiple of config.chunk, N of 64.
     """
+    made = _run(x, None, weight, bias, residual, activation=activation, config=config, interpret=interpret)
+    return made["out"]
+
+
+def normed_stream(
+    x: jax.Array,
+    norm: Norm,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: str | None,
+    config: StreamConfig,
+    interpret: Any = None,
+) -> dict[str, jax.Array]:
+    """The same product of the norm of x, `out`, and x + norm.delta, `total`, if there is a delta.
+
+    x: at most `fold.MOST_ROWS` rows.
+    """
+    return _run(x, norm, weight, bias, None, activation=activation, config=config, interpret=interpret)
+
+
+def _run(
+    x: jax.Array,
+    norm: Norm | None,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    config: StreamConfig,
+    interpret: Any,
+) -> dict[str, jax.Array]:
     (tokens, inputs), (_, parts, outputs), dtype = x.shape, weight.shape, x.dtype
     rows, consumers, chunk, stages = config.rows, config.consumers, config.chunk, config.stages
     width, steps, split = consumers * COLUMNS, inputs // chunk, config.split
@@ -49,6 +82,7 @@ def stream(
     blocks = min(config.blocks or tiles, tiles)
     other_steps = steps // split
     first_steps = steps - (split - 1) * other_steps
+    fold = None if norm is None else Fold(norm, x, tokens, consumers)
 
     def publish() -> None:
         """What other blocks of the cluster wrote and the copy engine reads: barriers between blocks do not order it."""
@@ -84,6 +118,8 @@ def stream(
                     weights = gmem["weight"].at[pl.ds(k, chunk), part, pl.ds(column, width)]
                     plgpu.copy_gmem_to_smem(weights, smem["weight"].at[slot, part], full)
                 plgpu.copy_gmem_to_smem(gmem["x"].at[pl.ds(0, rows), pl.ds(k, chunk)], smem["x"].at[slot], full)
+                if fold is not None:
+                    fold.load(gmem, smem, (slot,), 0, k, full)
 
             total = turns * mine
             lax.fori_loop(0, total, load, None)
@@ -96,6 +132,9 @@ def stream(
         def consume() -> None:
             half = pl.ds(wg * COLUMNS, COLUMNS)
             out = smem["out"].at[wg]
+            if fold is not None:
+                pl.when(wg == 0)(lambda: fold.measure(gmem, smem, block * split + rank, blocks * split))
+                plgpu.barrier_wait(smem["measured"])
 
             def tile(turn: jax.Array, _: None) -> None:
                 column = pl.multiple_of((block + turn * blocks) * width + wg * COLUMNS, COLUMNS)
@@ -104,6 +143,8 @@ def stream(
                     def step(i: jax.Array, _: None) -> None:
                         slot = lax.rem(turn * mine + i, stages)
                         plgpu.barrier_wait(smem["full"].at[slot])
+                        if fold is not None:
+                            fold.normalise(smem, smem["x"].at[slot], (slot,), slot, wg)
                         for part in range(parts):
                             weights = smem["weight"].at[slot, part, :, half]
                             plgpu.wgmma(acc[part], weights.transpose((1, 0)), smem["x"].at[slot].transpose((1, 0)))
@@ -185,32 +226,36 @@ def stream(
         pl.when(wg == consumers)(produce)
         pl.when(wg < consumers)(consume)
 
+    given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    made = {"out": jax.ShapeDtypeStruct((tokens, outputs), dtype)}
     scratch: dict[str, Any] = {
         "weight": plgpu.SMEM((stages, parts, chunk, width), dtype, transforms=swizzled(dtype, width)),
         "x": plgpu.SMEM((stages, rows, chunk), dtype, transforms=swizzled(dtype, chunk)),
         "out": plgpu.SMEM((consumers, rows, COLUMNS), dtype, transforms=swizzled(dtype, COLUMNS)),
-        "full": plgpu.Barrier(num_arrivals=parts + 1, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=parts + 1 + (0 if fold is None else len(fold.given)), num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-        "added": plgpu.Barrier(num_barriers=consumers),
     }
-    out_type = [jax.ShapeDtypeStruct((tokens, outputs), dtype)]
-    names = ["x", "weight", *["bias"] * (bias is not None), *["residual"] * (residual is not None), "out"]
-    if residual is None:
-        del scratch["added"]
+    if residual is not None:
+        scratch["added"] = plgpu.Barrier(num_barriers=consumers)
+    if fold is not None:
+        given |= fold.given
+        made |= fold.made
+        scratch |= fold.scratch(rows, (stages,), chunk, chunk)
     if split > 1:
-        names.append("sums")
         sums_shape = (split - 1, parts, COLUMNS, rows)
-        out_type.append(jax.ShapeDtypeStruct((tiles * consumers, *sums_shape), jnp.float32))
+        made["sums"] = jax.ShapeDtypeStruct((tiles * consumers, *sums_shape), jnp.float32)
         scratch |= {
             "sums": plgpu.SMEM((consumers, *sums_shape), jnp.float32, transforms=swizzled(jnp.float32, rows)),
             "summed": plgpu.ClusterBarrier(collective_axes=("split",), num_barriers=consumers),
             "received": plgpu.Barrier(num_arrivals=(split - 1) * parts, num_barriers=consumers),
         }
-    return plgpu.kernel(
+    operands = {name: array for name, array in given.items() if array is not None}
+    names = (*operands, *made)
+    out = plgpu.kernel(
         kernel,
-        out_type=out_type,
+        out_type=tuple(made.values()),
         grid=(blocks,),
-        kernel_name="gate_up" if parts == 2 else "projection",
+        kernel_name=("" if norm is None else "norm_") + ("gate_up" if parts == 2 else "projection"),
         grid_names=("block",),
         cluster=(split,) if split > 1 else (),
         cluster_names=("split",) if split > 1 else (),
@@ -219,4 +264,5 @@ def stream(
         scratch_types=[scratch],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **interpreted(interpret),
-    )(*[a for a in (x, weight, bias, residual) if a is not None])[0]
+    )(*operands.values())
+    return dict(zip(made, out, strict=True))

@@ -56,11 +56,11 @@ def quant_matmul(
         )
     if combine is not None and (len(weight.outputs) != 2 or weight.outputs[0] != 2):
         raise ValueError(f"combine takes a weight of outputs [2, n], and this one's are {list(weight.outputs)}")
-    flat, narrow = _flat(weight), isinstance(x, QuantizedRows)
+    flat, narrow = flattened(weight), isinstance(x, QuantizedRows)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     parts = 1 if combine is None else 2
     cut = config.choose(x.shape[0], flat, out_dtype.itemsize, target, parts, narrow)
-    obstacle = _obstacle(x, flat, target, cut)
+    obstacle = obstacle_of(x, flat, target, cut)
     loses = None if cut is None else config.loses(x.shape[0], flat, cut, target, parts, narrow)
     if choice.resolve("quant_matmul", implementation, obstacle, loses) == "mosaic":
         assert cut is not None
@@ -78,7 +78,7 @@ def quant_matmul(
     return combine(wide[:, 0], wide[:, 1]).astype(out_dtype)
 
 
-def _flat(weight: QuantizedArray) -> QuantizedArray:
+def flattened(weight: QuantizedArray) -> QuantizedArray:
     """The same weight with its outputs in one dimension."""
     inner = 0 if weight.group_size is None else 1
 
@@ -93,7 +93,7 @@ def _flat(weight: QuantizedArray) -> QuantizedArray:
     )
 
 
-def _obstacle(
+def obstacle_of(
     x: jax.Array | QuantizedRows, weight: QuantizedArray, target: Target, cut: config.Config | None
 ) -> str | None:
     """Why the kernel cannot run here; None if it can."""

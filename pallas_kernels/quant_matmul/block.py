@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.formats import Format
 from pallas_kernels.quant_matmul.config import Config
+from pallas_kernels.rms_norm.fold import Fold
 
 BAND = 8
 """Tiles of rows of x that pass over a tile of the weight together: what they read of x stays in the L2 cache."""
@@ -39,6 +40,8 @@ class Cut:
     """Of x: 16 bits, or the weight's 8."""
     out_dtype: Any
     interpret: Any
+    fold: Fold | None = None
+    """The norm of x, if there is one."""
 
     @property
     def grouped(self) -> bool:

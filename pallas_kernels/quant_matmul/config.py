@@ -50,6 +50,8 @@ class Weight:
     group_size: int | None
     narrow: bool
     """Whether x has its 8 bits, too."""
+    room: tuple[int, int] = (0, 0)
+    """As in `choose`."""
 
     @property
     def x_bytes(self) -> int:
@@ -61,20 +63,26 @@ class Weight:
 
 
 def choose(
-    rows: int, weight: QuantizedArray, out_bytes: int, target: Target, parts: int = 1, narrow: bool = False
+    rows: int,
+    weight: QuantizedArray,
+    out_bytes: int,
+    target: Target,
+    parts: int = 1,
+    narrow: bool = False,
+    room: tuple[int, int] = (0, 0),
 ) -> Config | None:
     """The fastest, by `cycles`, for x of [rows, inputs] and a weight of [outputs, inputs].
 
-    parts: 2 if the halves of the outputs are combined; narrow: whether x has the weight's 8 bits. None if the kernel
-    cannot be cut for them, or here.
+    parts: 2 if the halves of the outputs are combined; narrow: whether x has the weight's 8 bits; room: for a norm of
+    x, as `Norm.room` says. None if the kernel cannot be cut for them, or here.
     """
     if rows == 0 or target.lacks_hopper() is not None:
         return None
-    return _choose(rows, weight_of(weight, narrow), out_bytes, target, parts)
+    return _choose(rows, weight_of(weight, narrow, room), out_bytes, target, parts)
 
 
-def weight_of(weight: QuantizedArray, narrow: bool) -> Weight:
-    return Weight(weight.outputs[0], weight.inputs, weight.format, weight.group_size, narrow)
+def weight_of(weight: QuantizedArray, narrow: bool, room: tuple[int, int] = (0, 0)) -> Weight:
+    return Weight(weight.outputs[0], weight.inputs, weight.format, weight.group_size, narrow, room)
 
 
 @functools.cache
@@ -118,12 +126,12 @@ TURN, MEETING = 1500.0, 1200.0
 def shared_memory(weight: Weight, config: Config, parts: int, out_bytes: int) -> int:
     """Bytes of a block, but for barriers."""
     rows, ways, slabs = config.rows, config.ways, config.consumers // config.ways
-    stage = ways * config.depth * (slabs * WARPGROUP // weight.per_byte + rows * weight.x_bytes)
+    stage = ways * config.depth * (slabs * WARPGROUP // weight.per_byte + rows * weight.x_bytes + weight.room[0])
     sums = (config.consumers - slabs // parts) * WARPGROUP * rows * 4
     steps = weight.inputs // config.split // ways // config.depth
     scaled = (slabs * WARPGROUP if weight.per_byte == 1 else 0) + (rows if weight.narrow else 0)
     scales = (config.stages // steps + 2) * scaled * 4
-    return config.stages * stage + sums + slabs // parts * rows * WARPGROUP * out_bytes + scales
+    return config.stages * stage + sums + slabs // parts * rows * WARPGROUP * out_bytes + scales + weight.room[1]
 
 
 def loses(

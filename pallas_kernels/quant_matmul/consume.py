@@ -52,7 +52,10 @@ class Consumer:
         """This consumer's tile of the weight and of x, where they lie, once stage `i` is there."""
         slot, smem = lax.rem(i, self.block.cut.config.stages), self.block.smem
         plgpu.barrier_wait(smem["full"].at[slot])
-        return smem["values"].at[slot, self.way, self.slab], smem["x"].at[slot, self.way]
+        x, cut = smem["x"].at[slot, self.way], self.block.cut
+        if cut.fold is not None:
+            cut.fold.normalise(smem, x, (slot, self.way), slot * cut.config.ways + self.way, self.slab)
+        return smem["values"].at[slot, self.way, self.slab], x
 
     def load(self, values: Any, first: int) -> jax.Array:
         """A piece of a tile of the weight, as stored, in registers."""

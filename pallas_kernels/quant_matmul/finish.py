@@ -23,6 +23,11 @@ type Combine = Callable[[jax.Array, jax.Array], jax.Array]
 def consume(block: Block, wg: jax.Array, combine: Combine | None) -> None:
     """All tiles of one consumer."""
     cut, consumer, ending = block.cut, Consumer(block, wg), Ending(block, wg, combine)
+    if (fold := cut.fold) is not None:
+        split, smem = cut.config.split, block.smem
+        turn = block.cluster * split + block.rank
+        pl.when(wg == 0)(lambda: fold.measure(block.gmem, smem, turn, cut.clusters * split))
+        plgpu.barrier_wait(smem["measured"])
 
     def tile(turn: jax.Array, _: None) -> None:
         row, slab = block.place(turn)

@@ -27,6 +27,7 @@ from pallas_kernels.quant_matmul.config import Config
 from pallas_kernels.quant_matmul.finish import Combine, consume
 from pallas_kernels.quant_matmul.produce import produce
 from pallas_kernels.quant_matmul.widen import ROWS
+from pallas_kernels.rms_norm.fold import Fold, Norm
 
 F32 = jnp.float32
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
@@ -48,6 +49,23 @@ def quant_matmul(
 
     combine: from the f32 sums of the first half of the outputs and of the second to what is returned, then only half.
     """
+    return normed(x, None, weight, out_dtype, config, combine, interpret=interpret)["out"]
+
+
+def normed(
+    x: jax.Array | QuantizedRows,
+    norm: Norm | None,
+    weight: QuantizedArray,
+    out_dtype: Any,
+    config: Config,
+    combine: Combine | None = None,
+    *,
+    interpret: Any = None,
+) -> dict[str, jax.Array]:
+    """The same product of the norm of x, if there is one: `out`, and x + norm.delta, `total`, if there is a delta.
+
+    x: 16 bits and at most `fold.MOST_ROWS` rows then.
+    """
     if combine is not None and config.split > 1:
         raise ValueError(f"split is {config.split}; blocks that share inputs cannot combine halves: it must be 1")
     count, inputs = x.shape
@@ -65,6 +83,7 @@ def quant_matmul(
         dtype=dtype,
         out_dtype=out_dtype,
         interpret=interpret,
+        fold=None if norm is None else Fold(norm, values, count, config.consumers // config.ways),
     )
     # The copy engine takes rows in eights, or all of them.
     padded = count if count < 8 else pl.cdiv(count, 8) * 8
@@ -76,6 +95,9 @@ def quant_matmul(
     given = dict(zip(("x", "row_scales", "values", "scales", "zeros"), (values, row_scales, *by_slab), strict=True))
     given = {name: array for name, array in given.items() if array is not None}
     made = {"out": jax.ShapeDtypeStruct((padded, cut.slabs, height), out_dtype)}
+    if cut.fold is not None:
+        given |= cut.fold.given
+        made |= cut.fold.made
     if config.split > 1:
         shape = (cut.tiles * cut.taken, config.split - 1, ROWS, config.rows)
         made["sums"] = jax.ShapeDtypeStruct(shape, F32)
@@ -101,7 +123,7 @@ def quant_matmul(
             consume(block, wg, combine)
 
     clustered: dict[str, Any] = {"cluster": (config.split,), "cluster_names": ("split",)} if config.split > 1 else {}
-    out, *_ = plgpu.kernel(
+    results = plgpu.kernel(
         kernel,
         out_type=tuple(made.values()),
         grid=(cut.clusters,),
@@ -113,13 +135,15 @@ def quant_matmul(
         **clustered,
         **interpreted(interpret),
     )(*given.values())
-    return out.reshape(padded, outputs)[:count]
+    results = dict(zip(made, results, strict=True))
+    return {**results, "out": results["out"].reshape(padded, outputs)[:count]}
 
 
 def scratch(cut: Cut, stored_dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of a block."""
     config, stored = cut.config, cut.config.depth // cut.per_byte
     rows, stages, slabs = config.rows, config.stages, cut.parts * cut.taken
+    loads = cut.parts + 1 + (0 if cut.fold is None else len(cut.fold.given))
     refs: dict[str, Any] = {
         "values": plgpu.SMEM(
             (stages, config.ways, slabs, ROWS, stored), stored_dtype, transforms=swizzled(stored_dtype, stored)
@@ -128,7 +152,7 @@ def scratch(cut: Cut, stored_dtype: Any) -> dict[str, Any]:
             (stages, config.ways, rows, config.depth), cut.dtype, transforms=swizzled(cut.dtype, cut.group)
         ),
         "out": plgpu.SMEM((cut.taken, rows, ROWS), cut.out_dtype),
-        "full": plgpu.Barrier(num_arrivals=config.ways * (cut.parts + 1), num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=config.ways * loads, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=stages),
     }
     if not cut.grouped:
@@ -136,6 +160,8 @@ def scratch(cut: Cut, stored_dtype: Any) -> dict[str, Any]:
         refs["scaled"] = plgpu.Barrier(num_arrivals=cut.parts + cut.narrow, num_barriers=cut.ring)
     if cut.narrow:
         refs["row_scales"] = plgpu.SMEM((cut.ring, rows), F32)
+    if cut.fold is not None:
+        refs |= cut.fold.scratch(rows, (stages, config.ways), config.depth, cut.group)
     if cut.members > 1:
         others = cut.members - 1
         refs["sums"] = plgpu.SMEM((cut.taken * others, ROWS, rows), F32, transforms=swizzled(F32, rows))

@@ -49,6 +49,9 @@ def produce(block: Block) -> None:
             at = pl.ds(pl.multiple_of(piece * config.depth, config.depth), config.depth)
             x = gmem["x"].at[pl.ds(row, config.rows), at]
             plgpu.copy_gmem_to_smem(x, smem["x"].at[slot, way], smem["full"].at[slot])
+            if cut.fold is not None:
+                first = pl.multiple_of(piece * config.depth, config.depth)
+                cut.fold.load(gmem, smem, (slot, way), row, first, smem["full"].at[slot])
 
     total = block.turns * steps
     lax.fori_loop(0, total, load, None)

@@ -17,6 +17,8 @@ from pallas_kernels.mosaic import interpreted
 STEP = 1024
 """Elements that 128 threads take together, 8 each: 16 bytes of 16-bit numbers, the widest copy there is."""
 
+THREADS = plgpu.Layout.TILED(plgpu.Tiling(((STEP,), (STEP // 4,), (8,))), (-3,), (-2,), -1)
+
 
 def rms_norm(
     x: jax.Array, delta: jax.Array | None, scale: jax.Array, *, eps: float, interpret: Any = None
@@ -25,22 +27,16 @@ def rms_norm(
 
     Returns [normalised x], or with a delta [x + delta, normalised x + delta].
     """
-    rows, embed = x.shape
-    threads = plgpu.Layout.TILED(plgpu.Tiling(((STEP,), (STEP // 4,), (8,))), (-3,), (-2,), -1)
-
-    def load(ref: Any) -> jax.Array:
-        return plgpu.load(ref, layout=threads, optimized=False).astype(jnp.float32)
+    rows = x.shape[0]
 
     def kernel(scale_ref: Any, *refs: Any) -> None:
         sources, outs = refs[: len(rest)], refs[len(rest) :]
         row = lax.axis_index("row")
-        wide = load(sources[0].at[row])
+        total = load_sum(*(source.at[row] for source in sources))
         if delta is not None:
-            total = (wide + load(sources[1].at[row])).astype(x.dtype)
             outs[0].at[row][...] = total
-            wide = total.astype(jnp.float32)
-        inverse = lax.rsqrt((wide * wide).sum() * (1.0 / embed) + eps)
-        outs[-1].at[row][...] = (wide * inverse * load(scale_ref)).astype(x.dtype)
+        wide = total.astype(jnp.float32)
+        outs[-1].at[row][...] = (wide * factor(wide, eps) * load(scale_ref).astype(jnp.float32)).astype(x.dtype)
 
     rest = [x] if delta is None else [x, delta]
     return plgpu.kernel(
@@ -52,3 +48,18 @@ def rms_norm(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # each thread writes what it has read
         **interpreted(interpret),
     )(scale, *rest)
+
+
+def load(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=THREADS, optimized=False)
+
+
+def load_sum(x: Any, delta: Any = None) -> jax.Array:
+    """A row of x, or the sum of two, rounded. x, delta: [embed] each, in memory."""
+    row = load(x)
+    return row if delta is None else (row.astype(jnp.float32) + load(delta).astype(jnp.float32)).astype(row.dtype)
+
+
+def factor(wide: jax.Array, eps: float) -> jax.Array:
+    """1 / rms of a row, [embed] f32."""
+    return lax.rsqrt((wide * wide).sum() * (1.0 / wide.shape[0]) + eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jaxinfer.config import ModelConfig, Quantization, RopeConfig
 from jaxinfer.engine import cache
 from jaxinfer.engine.batch import BatchShape
-from jaxinfer.engine.step import State, StepRunner
+from jaxinfer.engine.step import State, StepRunner, target_of
 from jaxinfer.weights import abstract_weights
 from meshes import AXES, sharding
 from scripts import aot
@@ -23,12 +24,14 @@ MODEL = ModelConfig(
 )  # fmt: skip
 BF16 = jnp.dtype(jnp.bfloat16)
 DECODE = BatchShape(SEQUENCES, SEQUENCES, width=128, groups=1, decode=True, sampling="greedy")
+FEW = BatchShape(4, 4, width=128, groups=1, decode=True, sampling="greedy")
 RAGGED = BatchShape(256, SEQUENCES, width=128, groups=1, decode=False, sampling="greedy")
 
 
-def compile_step(shape, cache_dtype, quantization):
+def compile_step(shape, cache_dtype, quantization, untimed=False):
     mesh = aot.gpu_mesh("h200", axes=AXES)
-    runner = StepRunner(MODEL, abstract_weights(MODEL, BF16, mesh, quantization), mesh)
+    target = dataclasses.replace(target_of(mesh), untimed=untimed)
+    runner = StepRunner(MODEL, abstract_weights(MODEL, BF16, mesh, quantization), mesh, target)
     pages = cache.abstract_cache(MODEL, (PAGES,), 64, cache.stored_dtype(cache_dtype, BF16), mesh)
     state = State(pages, jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32, sharding=sharding(mesh)))
     lowered = runner.lower(shape, state)
@@ -39,17 +42,19 @@ def compile_step(shape, cache_dtype, quantization):
 
 
 @pytest.mark.parametrize(
-    ("shape", "cache_dtype", "quantization", "count"),
+    ("shape", "cache_dtype", "quantization", "untimed", "count"),
     [
         # norm, qkv, append, attention, out, norm, gate and up, down
-        (DECODE, "int8", None, 8 * LAYERS),
+        (DECODE, "int8", None, False, 8 * LAYERS),
         # norm, qkv, append, attention, out, norm, gate and up, down; the head
-        (RAGGED, "auto", Quantization("int8"), 8 * LAYERS + 1),
+        (RAGGED, "auto", Quantization("int8"), False, 8 * LAYERS + 1),
+        # norm and qkv, append, attention, out, norm and gate and up, down; the head
+        (FEW, "auto", Quantization("int8"), True, 6 * LAYERS + 1),
     ],
-    ids=["decode", "ragged"],
+    ids=["decode", "ragged", "few"],
 )
-def test_kernels_in_every_layer_and_the_cache_in_place(shape, cache_dtype, quantization, count):
-    compiled, kernels, cache_bytes = compile_step(shape, cache_dtype, quantization)
+def test_kernels_in_every_layer_and_the_cache_in_place(shape, cache_dtype, quantization, untimed, count):
+    compiled, kernels, cache_bytes = compile_step(shape, cache_dtype, quantization, untimed)
     assert all(kernel.spilled_bytes == 0 for kernel in kernels)
     text = compiled.as_text()
     calls = re.findall(r'custom_call_target="mosaic_gpu[^"]*"', text)

@@ -11,7 +11,7 @@ from pallas_kernels import ops
 from pallas_kernels.target import CPU, GPUS, H200
 
 FOLDERS = {path.parent.name for path in Path(pallas_kernels.__file__).parent.glob("*/api.py")}
-PARTS = {"gate_up": "fused_mlp", "down": "fused_mlp"}
+PARTS = {"gate_up": "fused_mlp", "down": "fused_mlp", "norm_projection": "norm_matmul", "norm_gate_up": "norm_matmul"}
 """Operations that choose for themselves within a folder."""
 
 

@@ -21,7 +21,8 @@ def test_names():
     assert len(set(names)) == len(names)
     ops = {name.split()[0] for name in names}
     assert ops == {
-        "paged_decode", "paged_prefill", "cache_append", "quant_matmul", "fused_mlp", "moe", "rms_norm", "quantize_rows"
+        "paged_decode", "paged_prefill", "cache_append", "quant_matmul", "fused_mlp", "moe", "rms_norm",
+        "quantize_rows", "norm_matmul",
     }  # fmt: skip
 
 
