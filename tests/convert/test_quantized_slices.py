@@ -30,15 +30,7 @@ WIDE = {
 
 
 AS_FLOATS = [
-    *(
-        "gptq2",
-        "gptq3_v2",
-        "gptq4_symmetric",
-        "gptq4_act_order",
-        "awq",
-        "int4_zeros_act_order",
-        "int8_packed",
-    ),
+    *("gptq2", "gptq3_v2", "gptq4_symmetric", "gptq4_act_order", "awq", "int4_zeros_act_order", "int8_packed"),
     *("int8_groups_zeros", "fp8_tensor", "deepseek", "nf4_nested", "bnb8"),
 ]
 KEPT = ["gptq4", "awq_without_zeros", "int4_zeros", "int8", "fp8_tensor"]
