@@ -81,6 +81,14 @@ def main(
     SRC is a folder with config.json and safetensors or pytorch_model.bin files, an adapter's or Megatron-LM's, a .gguf
     file, or a Hugging Face Hub id (org/name). DST then loads faster, on any mesh, and holds the tokenizer too: give it
     to --model. To quantize, SRC may be native as well. What was interrupted goes on where it was when run again.
+
+    \b
+    Examples:
+      python -m convert org/name ./native --dtype bfloat16
+      python -m convert ./model ./native --quantization int8 --mesh tensor=8 --dry-run
+      python -m convert ./model ./int4 --quantization int4 --calibrate text.txt --verify
+      python -m convert ./adapter ./merged --format safetensors
+      python -m convert ./model ./program --format stablehlo --length 128
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if quantization != "int4" and (group_size is not None or zero_points):

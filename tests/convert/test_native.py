@@ -1,6 +1,7 @@
 """Native checkpoints: bit-exact, restored on any mesh, written completely or not at all."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -207,3 +208,18 @@ def test_opening_and_help_do_not_import_jax(source):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "SRC is a folder with config.json" in result.stdout
+
+
+def test_the_examples_of_the_help_are_commands(tmp_path):
+    """Their options are there, and go together."""
+    text = CliRunner().invoke(main, ["--help"]).output
+    examples = re.findall(r"^ +python -m convert (.*)$", text, re.MULTILINE)
+    assert len(examples) >= 5
+    (tmp_path / "text.txt").touch()
+    for example in examples:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path)
+            patch.setattr("convert.__main__.resolve", lambda source: tmp_path / "nowhere")
+            result = CliRunner().invoke(main, example.split())
+        assert result.exit_code == 1, result.output  # 2 for a mistake on the command line
+        assert "no such checkpoint" in result.output
