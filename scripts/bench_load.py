@@ -1,11 +1,13 @@
 """How fast weights come from the disk to the devices, beside reading the same files and nothing else.
 
-    python scripts/bench_load.py [--gigabytes 2] [--tensor 1] [--turns 3] [--warm] [--convert] [--folder ON_THAT_DISK]
+    python scripts/bench_load.py [--gigabytes 2] [--tensor 1] [--turns 3] [--warm] [--convert] [--native]
+                                  [--folder ON_THAT_DISK]
 
 writes a sharded Hugging Face checkpoint in bfloat16, times both in turns, prints the best of each and their ratio, and
 how much of the host's memory loading took at most (on a CPU the weights are part of it), and removes the checkpoint.
 Before each turn the files leave the page cache, unless `--warm`. With `--convert` it times `python -m convert` to the
-native format instead, once, and prints the memory that its process held at most.
+native format instead, once, and prints the memory that its process held at most; with `--native` it does so first, and
+then loads what was made.
 """
 
 from __future__ import annotations
@@ -150,19 +152,23 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="of each")
     parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
     parser.add_argument("--convert", action="store_true", help="to the native format, instead of loading")
+    parser.add_argument("--native", action="store_true", help="load what it is converted to")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default the system's for such files")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as made:
         source = Path(made) / "source"
         source.mkdir()
         files = write_checkpoint(source, args.gigabytes * 1e9)
-        if args.convert:
-            convert_once(source, files)
-        else:
+        if args.convert or args.native:
+            native = convert_once(source, files)
+        if args.native:
+            os.sync()
+            measure(native, [file for file in native.rglob("*") if file.is_file()], args)
+        elif not args.convert:
             measure(source, files, args)
 
 
-def convert_once(folder: Path, files: list[Path]) -> None:
+def convert_once(folder: Path, files: list[Path]) -> Path:
     """Print the seconds of one conversion, and the most memory that its process held: code, libraries and all."""
     total = sum(file.stat().st_size for file in files)
     forget(files)
@@ -173,6 +179,7 @@ def convert_once(folder: Path, files: list[Path]) -> None:
     if result[0].returncode:
         sys.exit("\n".join(messages))
     print(f"{total / 1e9:.3f} GB in {len(files)} files, converted in {seconds:.1f} s; {int(peak) / 1e6:.0f} MB at most")
+    return folder.parent / "native"
 
 
 def measure(folder: Path, files: list[Path], args: argparse.Namespace) -> None:

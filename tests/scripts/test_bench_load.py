@@ -9,13 +9,14 @@ import pytest
 from scripts import bench_load
 
 
-@pytest.mark.parametrize("options", [[], ["--warm", "--tensor", "2"]])
+@pytest.mark.parametrize("options", [[], ["--warm", "--tensor", "2", "--native"]])
 def test_it_reads_loads_and_cleans_up(options, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_load, "_SHARD_BYTES", 5 << 20)
     arguments = ["--gigabytes", "0.01", "--turns", "1", "--folder", str(tmp_path), *options]
     monkeypatch.setattr(sys, "argv", ["bench_load.py", *arguments])
     bench_load.main()
-    first, read, load, ratio, memory = capsys.readouterr().out.splitlines()
+    *converted, first, read, load, ratio, memory = capsys.readouterr().out.splitlines()
+    assert len(converted) == ("--native" in options)
     gigabytes, files = re.match(r"(\S+) GB in (\d+) files", first).groups()
     assert 0.005 < float(gigabytes) < 0.02
     assert int(files) > 1
