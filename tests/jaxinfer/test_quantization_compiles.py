@@ -11,8 +11,9 @@ import pytest
 
 from convert.placement import _filling
 from jaxinfer.config import ModelConfig, Quantization, RopeConfig
+from jaxinfer.models.layers import Mlp
 from jaxinfer.models.moe import Moe
-from jaxinfer.parameters import abstract_parameter, declare, flatten, moe_parameters, quantized
+from jaxinfer.parameters import abstract_parameter, declare, flatten, mlp_parameters, moe_parameters, quantized
 from jaxinfer.presets import PRESETS
 from jaxinfer.weights import size_in_bytes
 from meshes import AXES, sharding
@@ -96,3 +97,26 @@ def test_without_a_kernel_experts_become_floats_one_at_a_time():
     assert stored < elements / 8 * 4.25 * 1.005
     assert memory.argument_size_in_bytes < stored + (1 << 20)
     assert memory.temp_size_in_bytes < elements / 32 * 2 * 3
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_an_mlp_with_activations_in_8_bits_is_four_kernels(format):
+    """The sum and its norm in 8 bits, gate and up, what that gives in 8 bits, down: nothing between them."""
+    config, mesh = PRESETS["llama-3-8b"], aot.gpu_mesh("h200", axes=AXES)
+    place, bfloat16 = functools.partial(sharding, mesh), jnp.dtype(jnp.bfloat16)
+    weights = {
+        name: dataclasses.replace(
+            abstract_parameter(parameter, bfloat16, place, Quantization(format)), round_activations=True
+        )
+        for name, parameter in mlp_parameters(config).items()
+    }
+    x, scale = (jax.ShapeDtypeStruct(shape, bfloat16, sharding=place(())) for shape in ((64, 4096), (4096,)))
+
+    def layer(x, delta, scale, weights):
+        target = dataclasses.replace(H200, untimed=True)
+        return Mlp(config, weights, mesh)(x, delta, {"norm": {"scale": scale}}, target)
+
+    with aot.mosaic_dump():
+        entry = jax.jit(layer).lower(x, x, scale, weights).compile().as_text().split("ENTRY")[1]
+    assert entry.count('custom_call_target="mosaic_gpu_v2"') == 4
+    assert "fusion(" not in entry
