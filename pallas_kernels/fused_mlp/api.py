@@ -12,17 +12,17 @@ from pallas_kernels import choice
 from pallas_kernels.formats import QuantizedArray, QuantizedRows
 from pallas_kernels.fused_mlp import xla
 from pallas_kernels.fused_mlp.activations import NAMES, Activation, activate, erf
-from pallas_kernels.fused_mlp.cluster import clustered
 from pallas_kernels.fused_mlp.config import (
     BUSY,
-    CLUSTERED_TOKENS,
+    PAIRED_TOKENS,
     SPLIT_INPUTS,
     STREAMED_TOKENS,
     TiledConfig,
-    cluster_config,
+    pair_config,
     stream_config,
     tiled_busy,
 )
+from pallas_kernels.fused_mlp.pairs import paired
 from pallas_kernels.fused_mlp.stream import stream
 from pallas_kernels.fused_mlp.tiled import tiled
 from pallas_kernels.quant_matmul import quant_matmul
@@ -107,16 +107,16 @@ def down(
     if isinstance(weight, QuantizedArray):
         return xla.added(quant_matmul(hidden, weight, **options), residual, bias)
     obstacle = obstacle_of(hidden, weight.dtype, outputs[-1], target)
-    if obstacle is None and hidden.shape[0] > CLUSTERED_TOKENS:
-        obstacle = f"over {CLUSTERED_TOKENS} tokens XLA's matmul, which adds the residual itself, is as fast"
+    if obstacle is None and hidden.shape[0] > PAIRED_TOKENS:
+        obstacle = f"over {PAIRED_TOKENS} tokens XLA's matmul, which adds the residual itself, is as fast"
     loses = None if obstacle else down_loses(hidden.shape[0], hidden.shape[1], outputs[-1], target)
     if choice.resolve("down", implementation, obstacle, loses) == "xla":
         return xla.down(hidden, weight, residual, bias)
     tokens, hidden = hidden.shape[0], _whole_tiles(hidden)
     residual = None if residual is None else _whole_tiles(residual)
     if tokens > STREAMED_TOKENS:
-        shared = cluster_config(hidden.shape[0], hidden.shape[1], outputs[-1], target.cores)
-        return clustered(hidden, weight, bias, residual, config=shared, interpret=interpret)[:tokens]
+        pairs = pair_config(hidden.shape[0], hidden.shape[1], outputs[-1], target.cores)
+        return paired(hidden, weight, bias, residual, config=pairs, interpret=interpret)[:tokens]
     config = stream_config(hidden.shape[0], hidden.shape[1], 1, outputs[-1], target.cores)
     bias = None if bias is None else bias[None]
     out = stream(hidden, weight[:, None], bias, residual, activation=None, config=config, interpret=interpret)

@@ -9,8 +9,8 @@ SHARED_MEMORY = 226 * 1024
 """Bytes that a block's ring and buffers may take together; barriers come on top."""
 STREAMED_TOKENS = 64
 """Up to here time goes into reading the weights."""
-CLUSTERED_TOKENS = 256
-"""Up to here a projection without a gate has few tiles, and the blocks of a cluster share the work of one."""
+PAIRED_TOKENS = 256
+"""Up to here a projection without a gate has few tiles: blocks alone or in pairs."""
 BUSY = 0.8
 """Share of the multiprocessors that tiles must keep busy for a kernel to win; measured with 0.85 and more."""
 
@@ -21,8 +21,13 @@ SPLIT_INPUTS = 8192
 SHAPES = {2: ((2, 1), (1, 1), (1, 2)), 1: ((1, 1), (1, 2))}
 """By parts: consumers of a block, blocks of a cluster; the faster first. Clusters of 4 leave multiprocessors idle."""
 
-CLUSTERS = {1: ((2, 4, 1), (3, 4, 1), (1, 2, 2), (1, 1, 2), (1, 1, 1)), 2: ((2, 2, 1), (3, 2, 1), (1, 1, 1))}
-"""By blocks of a cluster with different tokens: consumers, blocks that share inputs, blocks that share x. Not timed."""
+PAIRS = {
+    128: ((1, 1, 2, False), (1, 1, 1, False), (1, 2, 1, False)),
+    256: ((1, 1, 2, True), (2, 1, 2, True), (1, 2, 1, False)),
+}
+"""By tokens, up to: consumers, split, row_tiles and share of a PairConfig; the better first."""
+PAIRS_BUSY = 0.7
+"""Share of the multiprocessors that have a block."""
 
 
 @dataclass(frozen=True)
@@ -56,37 +61,34 @@ class TiledConfig:
 
 
 @dataclass(frozen=True)
-class ClusterConfig:
-    """For 65 to 256 tokens without a gate: blocks of a cluster share what they read and what they add."""
+class PairConfig:
+    """For 65 to 256 tokens without a gate: blocks alone or in pairs, all at the same time."""
 
     rows: int
     """Tokens of a block: a multiple of 8 · split, up to 256."""
-    consumers: int = 2
-    """Warpgroups that multiply; each has 64 columns of the weights."""
+    consumers: int = 1
+    """Warpgroups that multiply, 1 to 3; each has 64 columns of the weights."""
     split: int = 1
-    """Blocks that share the inputs of a tile."""
+    """2: a pair shares the inputs of a tile."""
     row_tiles: int = 1
-    """Blocks of a cluster with other tokens: they share the weights that are read."""
-    column_tiles: int = 1
-    """Blocks of a cluster with other columns: they share the part of x that is read."""
+    """Blocks with other tokens and the same weights."""
+    share: bool = False
+    """Whether two of these read the weights together; not if split."""
     chunk: int = 64
     """Inputs that travel together."""
     stages: int = 4
     """Chunks in flight."""
-    reuse: bool = True
-    """Whether sums travel to where the chunks were: room for more of these, but all blocks must be done with them."""
 
-    def with_stages(self) -> ClusterConfig:
+    def with_stages(self) -> PairConfig:
         """As many chunks in flight as fit."""
-        sums = 0 if self.reuse or self.split == 1 else self.rows * 64 * 4
-        buffers = self.consumers * (self.rows // self.split * 64 * 2 + sums)
+        buffers = self.consumers * 64 * self.rows // self.split * 2
         chunk_bytes = self.chunk * 2 * (64 * self.consumers + self.rows)
         return dataclasses.replace(self, stages=(SHARED_MEMORY - buffers) // chunk_bytes)
 
     @property
     def registers(self) -> int:
         """Of a thread of a consumer; the producer leaves them what it does not need."""
-        return min(232, (65536 // 128 - 40) // self.consumers // 8 * 8)
+        return {1: 232, 2: 232, 3: 152}[self.consumers]
 
 
 def busy(tiles: int, cores: int) -> float:
@@ -113,18 +115,19 @@ def stream_config(
     return StreamConfig(rows, consumers, chunk, chunks * 64 // chunk, min(tiles, cores // split), split)
 
 
-def cluster_config(tokens: int, inputs: int, outputs: int, cores: int) -> ClusterConfig:
-    """tokens: up to CLUSTERED_TOKENS; outputs: a multiple of 64."""
-    row_tiles = -(-tokens // 128)
+def pair_config(tokens: int, inputs: int, outputs: int, cores: int) -> PairConfig:
+    """tokens: up to PAIRED_TOKENS; outputs: a multiple of 64."""
 
-    def occupied(shape: tuple[int, int, int]) -> float:
-        consumers, split, column_tiles = shape
-        fits = outputs % (64 * consumers * column_tiles) == 0 and inputs >= 64 * split
-        return busy(outputs // (64 * consumers) * split * row_tiles, cores) if fits else 0.0
+    def occupied(shape: tuple[int, int, int, bool]) -> float:
+        consumers, split, row_tiles, _ = shape
+        blocks = outputs // (64 * consumers) * split * row_tiles
+        fits = outputs % (64 * consumers) == 0 and inputs >= 64 * split and blocks <= cores
+        return blocks / cores if fits else 0.0
 
-    consumers, split, column_tiles = max(CLUSTERS[row_tiles], key=lambda shape: min(occupied(shape), BUSY))
+    shapes = PAIRS[128 if tokens <= 128 else 256]
+    consumers, split, row_tiles, share = max(shapes, key=lambda shape: min(occupied(shape), PAIRS_BUSY))
     rows = -(-tokens // (row_tiles * 8 * split)) * 8 * split
-    return ClusterConfig(rows, consumers, split, row_tiles, column_tiles).with_stages()
+    return PairConfig(rows, consumers, split, row_tiles, share).with_stages()
 
 
 def _stream_busy(inputs: int, outputs: int, shape: tuple[int, int], cores: int) -> float:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -14,8 +12,6 @@ from unittest import mock
 import jax
 import numpy as np
 from jax._src import callback
-from jax._src.pallas.mosaic.interpret.utils import get_indices
-from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GpuClockBundle, GPUSharedMemory, HostAllocationKey
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -58,11 +54,6 @@ def interpreter() -> Iterator[plgpu.InterpretGPUParams]:
         mock.patch.object(gpu_callbacks, "GPURaceDetectionState", new_state),
         mock.patch.object(gpu_callbacks, "wgmma", multiplied),
         mock.patch.object(jaxpr_interpret.JaxprInterpreter, "_interpret_inline_mgpu_p", counted),
-        # It knows no stores into other blocks' memory: they take the place of what only Blackwell has.
-        mock.patch.object(primitives, "async_copy_smem_to_tmem_p", primitives.async_store_smem_p),
-        mock.patch.object(
-            jaxpr_interpret.JaxprInterpreter, "_interpret_async_copy_smem_to_tmem_p", interpret_async_store
-        ),
         mock.patch.object(GpuClockBundle, "__init__", wider),
         mock.patch.multiple(
             GPUSharedMemory, **{name: functools.partialmethod(apart, original=f) for name, f in resets.items()}
@@ -131,35 +122,3 @@ def interpret_inline(self: Any, eqn: Any, token: Any, get_values: Any, clocks: d
         token, before = callback.io_callback(arrive, (gpu_callbacks.TOKEN_SHAPE_DTYPE, out), token, self.thread, *one)
         found.append(before)
     return token, found
-
-
-def interpret_async_store(self: Any, eqn: Any, token: Any, *values: Any, **params: Any) -> tuple[Any, list[Any]]:
-    """`plgpu.async_store_smem`: who waits for the barrier of the block that it went to may read what was stored."""
-    value, ref, barrier, peer, *transforms = values
-    count = params["ref_transforms_treedef"].num_leaves
-    treedef = params["barrier_transforms_treedef"]
-    barrier = jaxpr_interpret._get_barrier_allocation_key_from_inval(barrier, treedef, transforms[count:])
-    transforms = jax.tree.unflatten(params["ref_transforms_treedef"], transforms[:count])
-    ref, transforms = jaxpr_interpret.resolve_ref(eqn.invars[1].aval, ref, transforms)
-    axis = self.mesh.cluster_names.index(params["cluster_dim"])
-    blocks = list(itertools.product(*map(range, self.cluster_dims)))
-    numbers = {get_indices(self.cluster_dims, block): block for block in range(len(blocks))}
-
-    def store(
-        token: Any, location: Any, thread: Any, ref: Any, transforms: Any, barrier: Any, value: Any, peer: Any
-    ) -> Any:
-        memory = gpu_callbacks._get_shared_memory()
-        block = list(location.block_coords)
-        block[axis] = int(peer)
-        keys = []
-        for key in (ref, barrier):
-            key = dataclasses.replace(HostAllocationKey.from_array(key), block_id=numbers[tuple(block)])
-            while key not in memory.mem:  # a GPU starts the blocks of a cluster together
-                time.sleep(1e-3)
-            keys.append(key.as_np_array)
-        gpu_callbacks._swap(token, location, thread, keys[0], transforms, np.asarray(value), None)
-        return gpu_callbacks._barrier_arrive(token, location, thread, keys[1])
-
-    place = self.mesh_location, self.thread
-    args = token, *place, ref, transforms, barrier, value, peer
-    return callback.io_callback(store, gpu_callbacks.TOKEN_SHAPE_DTYPE, *args), []

@@ -14,8 +14,8 @@ from pallas_kernels import choice
 from pallas_kernels.formats import quantize
 from pallas_kernels.fused_mlp import activations, down, fused_mlp, gate_up, reference
 from pallas_kernels.fused_mlp.activations import NAMES
-from pallas_kernels.fused_mlp.cluster import clustered
-from pallas_kernels.fused_mlp.config import ClusterConfig, StreamConfig, cluster_config
+from pallas_kernels.fused_mlp.config import PairConfig, StreamConfig, pair_config
+from pallas_kernels.fused_mlp.pairs import paired
 from pallas_kernels.fused_mlp.stream import stream
 from pallas_kernels.target import CPU, H200
 from tests.pallas_kernels.interpreter import interpreter
@@ -198,10 +198,10 @@ def test_every_way_to_split_the_work(config):
 @pytest.mark.parametrize(
     "config",
     [
-        ClusterConfig(rows=64, consumers=2, stages=2, split=4),
-        ClusterConfig(rows=32, consumers=1, stages=3, split=2, row_tiles=2, reuse=False),
-        ClusterConfig(rows=64, consumers=1, stages=2, split=2, column_tiles=2),
-        ClusterConfig(rows=24, consumers=1, stages=2, row_tiles=2, column_tiles=2, chunk=128),
+        PairConfig(rows=48, consumers=2, split=2, stages=2),
+        PairConfig(rows=32, consumers=2, row_tiles=2, share=True, stages=2, chunk=128),
+        PairConfig(rows=24, consumers=1, row_tiles=2, stages=3),
+        PairConfig(rows=32, consumers=1, split=2, row_tiles=2, stages=2, chunk=128),
     ],
     ids=str,
 )
@@ -209,7 +209,7 @@ def test_every_way_to_share_the_work(config):
     x, weight, bias = normal(0, (40, 384)), normal(1, (384, 128), size=0.1), normal(2, (128,))
     residual, others = normal(3, (40, 128)), np.arange(40) != 37
     with interpreter() as interpret:
-        out = clustered(x.at[37].set(jnp.nan), weight, bias, residual, config=config, interpret=interpret)
+        out = paired(x.at[37].set(jnp.nan), weight, bias, residual, config=config, interpret=interpret)
         out = np.asarray(out.astype(jnp.float32))
     assert np.isnan(out[37]).all()
     close(out[others], reference.down(x, weight, residual, bias)[others], "bfloat16")
@@ -217,12 +217,12 @@ def test_every_way_to_share_the_work(config):
 
 @pytest.mark.parametrize("tokens", [65, 96, 127, 128, 130, 192, 200, 256])
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (14336, 4096), (8192, 1280), (64, 64)])
-def test_clusters_fit(tokens, inputs, outputs):
-    config = cluster_config(-(-tokens // 8) * 8, inputs, outputs, 132)
+def test_pairs_fit(tokens, inputs, outputs):
+    config = pair_config(-(-tokens // 8) * 8, inputs, outputs, 132)
     assert tokens <= config.rows * config.row_tiles < tokens + 8 + 8 * config.split * config.row_tiles
     assert config.rows % (8 * config.split) == 0
-    assert outputs % (64 * config.consumers * config.column_tiles) == 0
-    assert config.split * config.row_tiles * config.column_tiles <= 8
+    assert outputs % (64 * config.consumers) == 0
+    assert config.row_tiles % 2 == 0 or not config.share
     assert config.stages >= 3
 
 

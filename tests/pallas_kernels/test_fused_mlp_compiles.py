@@ -63,7 +63,7 @@ def test_down(tokens, gpu):
     ("tokens", "inputs", "outputs", "gpu"),
     [(65, 14336, 4096, "h100"), (128, 4096, 6144, "h200"), (256, 4096, 4096, "h200"), (200, 4096, 6144, "h100")],
 )
-def test_down_in_clusters(tokens, inputs, outputs, gpu):
+def test_down_in_pairs(tokens, inputs, outputs, gpu):
     shapes = [(tokens, inputs), (inputs, outputs), (tokens, outputs), (outputs,)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     op = functools.partial(down, target=H200, implementation="mosaic")
