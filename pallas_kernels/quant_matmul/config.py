@@ -62,6 +62,11 @@ class Weight:
         return 2 if self.format == "int4" else 1
 
 
+def row_scales(rows: int) -> int:
+    """How many scales of rows a tile loads: the copy engine writes where 128 bytes begin, so a place has as many."""
+    return max(rows, LINE // 4)
+
+
 def choose(
     rows: int,
     weight: QuantizedArray,
@@ -129,7 +134,7 @@ def shared_memory(weight: Weight, config: Config, parts: int, out_bytes: int) ->
     stage = ways * config.depth * (slabs * WARPGROUP // weight.per_byte + rows * weight.x_bytes + weight.room[0])
     sums = (config.consumers - slabs // parts) * WARPGROUP * rows * 4
     steps = weight.inputs // config.split // ways // config.depth
-    scaled = (slabs * WARPGROUP if weight.per_byte == 1 else 0) + (rows if weight.narrow else 0)
+    scaled = (slabs * WARPGROUP if weight.per_byte == 1 else 0) + (row_scales(rows) if weight.narrow else 0)
     scales = (config.stages // steps + 2) * scaled * 4
     return config.stages * stage + sums + slabs // parts * rows * WARPGROUP * out_bytes + scales + weight.room[1]
 

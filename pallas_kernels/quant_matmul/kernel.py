@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.formats import QuantizedArray, QuantizedRows
 from pallas_kernels.mosaic import interpreted, swizzled
 from pallas_kernels.quant_matmul.block import LINE, Block, Cut
-from pallas_kernels.quant_matmul.config import Config
+from pallas_kernels.quant_matmul.config import Config, row_scales
 from pallas_kernels.quant_matmul.finish import Combine, consume
 from pallas_kernels.quant_matmul.produce import produce
 from pallas_kernels.quant_matmul.widen import ROWS
@@ -159,7 +159,7 @@ def scratch(cut: Cut, stored_dtype: Any) -> dict[str, Any]:
         refs["scales"] = plgpu.SMEM((cut.ring, slabs, ROWS), F32)
         refs["scaled"] = plgpu.Barrier(num_arrivals=cut.parts + cut.narrow, num_barriers=cut.ring)
     if cut.narrow:
-        refs["row_scales"] = plgpu.SMEM((cut.ring, rows), F32)
+        refs["row_scales"] = plgpu.SMEM((cut.ring, row_scales(rows)), F32)
     if cut.fold is not None:
         refs |= cut.fold.scratch(rows, (stages, config.ways), config.depth, cut.group)
     if cut.members > 1:

@@ -23,7 +23,8 @@ def both_scaled(consumer: Consumer, turn: jax.Array) -> jax.Array:
     total = (exact if cut.format == "int8" else promoted)(consumer, turn)
     plgpu.barrier_wait(smem["scaled"].at[slot])
     by_output = plgpu.load(smem["scales"].at[slot, consumer.slab], layout=PER_ROW)
-    by_row = plgpu.load(smem["row_scales"].at[slot], layout=WG.reduce(0), optimized=False)
+    by_row = smem["row_scales"].at[slot, pl.ds(0, cut.config.rows)]
+    by_row = plgpu.load(by_row, layout=WG.reduce(0), optimized=False)
     return total * lax.broadcast_in_dim(by_output, shape, (0,)) * lax.broadcast_in_dim(by_row, shape, (1,))
 
 

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.quant_matmul.block import Block
+from pallas_kernels.quant_matmul.config import row_scales
 from pallas_kernels.quant_matmul.widen import ROWS
 
 
@@ -20,7 +21,7 @@ def produce(block: Block) -> None:
     def load_scales(turn: jax.Array, row: jax.Array, slab: jax.Array) -> None:
         at = lax.rem(turn, cut.ring)
         if cut.narrow:
-            scales = gmem["row_scales"].at[pl.ds(row, config.rows)]
+            scales = gmem["row_scales"].at[pl.ds(row, row_scales(config.rows))]
             plgpu.copy_gmem_to_smem(scales, smem["row_scales"].at[at], smem["scaled"].at[at])
         for part in range(cut.parts):
             scales = gmem["scales"].at[pl.ds(part * cut.slabs + slab, taken), pl.ds(0, ROWS)]
