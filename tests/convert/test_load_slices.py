@@ -1,6 +1,13 @@
 """A process reads the slices of its own shards: what is read, and that it is all that the shards hold."""
 
+import json
 import math
+import os
+import socket
+import subprocess
+import sys
+import zlib
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,6 +25,7 @@ from jaxinfer.parameters import Parameter, declare, flatten, stored_parts
 from tests import tiny
 from tests.convert.meshed import abstract_tree, load_flat
 
+ROOT = Path(__file__).parent.parent.parent
 CASES = [
     *("llama", "llama_biases", "llama_one_kv_head", "qwen3", "phi3", "gpt2", "bloom", "gptj", "mixtral", "gpt_oss"),
     "minimax",
@@ -123,7 +131,7 @@ def bytes_read():
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("name", names(["llama", "qwen2_windows", "mixtral"]))
+@pytest.mark.parametrize("name", names(["llama", "mixtral"]))
 def test_one_process_of_four_reads_its_share_of_a_native_checkpoint(name, quantization, tmp_path, monkeypatch):
     """2 kv heads, and 251 or 99 ids, which 4 does not divide: other dimensions are shared. Files are read whole."""
     monkeypatch.setattr("convert.native._SMALLEST_BYTES", 0)
@@ -142,3 +150,36 @@ def test_one_process_of_four_reads_its_share_of_a_native_checkpoint(name, quanti
             before += (native / "weights" / part_name / ".zarray").stat().st_size
             array[part.sharding.devices_indices_map(part.shape)[device]].read().result()
     assert 0.8 * share < bytes_read() - before <= 1.05 * share
+
+
+def test_two_processes_load_what_one_does_and_read_their_own(tmp_path, monkeypatch):
+    """On a mesh of four devices, which divide neither the kv heads nor the vocabulary."""
+    monkeypatch.setattr("convert.native._SMALLEST_BYTES", 0)
+    source = convert.open_checkpoint(tiny.write_checkpoint("llama", tmp_path / "hf"))
+    convert.save_native(source, tmp_path / "native", progress=False)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.convert.two_processes"]
+    processes = [
+        subprocess.Popen([*command, rank, port, str(tmp_path)], env=environment, cwd=ROOT, stderr=subprocess.PIPE)
+        for rank in "01"
+    ]
+    whole = load_flat(source, 4)
+    try:
+        for rank, process in enumerate(processes):
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors[-2000:]
+            results = json.loads((tmp_path / f"{rank}.json").read_text())
+            assert len(results) == 2
+            for result in results:
+                assert 0.9 * result["held"] < result["read"] <= 1.05 * result["held"]
+                assert result["sums"] == [
+                    zlib.crc32(np.asarray(shard.data).tobytes())
+                    for weight in whole.values()
+                    for shard in weight.addressable_shards[2 * rank : 2 * rank + 2]
+                ]
+    finally:
+        for process in processes:
+            process.kill()
