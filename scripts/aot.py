@@ -28,6 +28,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 SPECS = Path(__file__).parent / "specs"
 GPUS = ("h100", "h200", "b200")
 """A process compiles Mosaic kernels for one architecture only, Hopper or Blackwell: the first one stays."""
+_PRODUCT = re.compile(r"wgmma\.mma_async\S*\s*\{([^}]*)\}")
+_WAIT = re.compile(r"wgmma\.wait_group\.sync\.aligned (\d+)")
+_REGISTER = re.compile(r"%[a-z]+\d+")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,10 @@ def compile_for_gpu(
 
 @contextlib.contextmanager
 def mosaic_dump() -> Iterator[Path]:
-    """Mosaic writes its PTX, and what ptxas says of it, into this folder; nvcc is found where pip puts it."""
+    """Mosaic writes its PTX, and what ptxas says of it, into this folder; nvcc is found where pip puts it.
+
+    Raises RuntimeError if a kernel compiled meanwhile has `early_reads`.
+    """
     found = importlib.util.find_spec("nvidia")
     if found is None or found.submodule_search_locations is None:
         raise RuntimeError("compiling for a GPU needs nvcc: pip install 'jaxinfer[aot]'")
@@ -76,6 +82,9 @@ def mosaic_dump() -> Iterator[Path]:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         try:
             yield Path(folder)
+            for path in Path(folder).glob("*.ptx"):
+                if early := early_reads(path.read_text()):
+                    raise RuntimeError(f"{path.stem} reads sums that the matrix units have not written yet: {early[0]}")
         finally:
             for name, value in old.items():
                 if value is None:
@@ -103,6 +112,31 @@ def parse_ptxas(text: str) -> Kernel:
     if registers is None or not spilled:
         raise RuntimeError(f"cannot read what ptxas printed: {text}")
     return Kernel(int(registers[1]), sum(map(int, spilled)))
+
+
+def early_reads(ptx: str) -> list[str]:
+    """Instructions that read the sums of a wgmma before it is waited for, in the order of the text.
+
+    LLVM sees no connection between the wait and the registers: it may move arithmetic on them before it.
+    """
+    begun: set[str] = set()
+    groups: list[set[str]] = []
+    found = []
+    for line in ptx.splitlines():
+        if product := _PRODUCT.search(line):
+            begun |= set(_REGISTER.findall(product[1]))
+        elif "wgmma.commit_group" in line:
+            groups.append(begun)
+            begun = set()
+        elif wait := _WAIT.search(line):
+            groups = groups[max(0, len(groups) - int(wait[1])) :]
+        else:
+            registers = _REGISTER.findall(line)
+            # The first is what an instruction writes, except where it stores or jumps.
+            read = registers if line.lstrip().startswith(("st.", "red.", "@", "{")) else registers[1:]
+            if begun.union(*groups) & set(read):
+                found.append(line.strip())
+    return found
 
 
 def save(compiled: jax.stages.Compiled, path: Path) -> None:

@@ -85,7 +85,7 @@ def quantized_rows() -> list[Check]:
             functools.partial(inputs, rows=rows, width=width, dtype=dtype),
             functools.partial(both, format=format),
             reference,
-            {"int8": 0.012, "fp8": 0.035}[format],
+            {"int8": 0.016, "fp8": 0.035}[format],  # int8: steps of 1/25 of a deviation where a row's largest is 5
         )
         for format in ROW_DTYPES
         for rows, width, dtype in sizes

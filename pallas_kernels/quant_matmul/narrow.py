@@ -41,7 +41,8 @@ def exact(consumer: Consumer, turn: jax.Array) -> jax.Array:
             pl.when(i > first)(lambda: consumer.release(i - 1))
 
         lax.fori_loop(first, last + 1, step, None)
-        total = acc[...]
+        # Or the compiler converts what it finds in the registers before it waits for the matrix units.
+        total = lax.optimization_barrier(acc[...])
         consumer.release(last)
         return total
 

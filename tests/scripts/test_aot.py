@@ -55,6 +55,32 @@ def test_spills_are_seen():
     assert kernel.spilled_bytes > 4 * (320 - 255)
 
 
+PRODUCT = "{ .reg .pred p; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f1,%f2}, %rd1, %rd2, p, 1, 1; }"
+OTHER = PRODUCT.replace("%f1,%f2", "%f3,%f4")
+COMMIT, ALL, ALL_BUT_ONE = "wgmma.commit_group.sync.aligned;", *(f"wgmma.wait_group.sync.aligned {n};" for n in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("lines", "early"),
+    [
+        ([PRODUCT, COMMIT, ALL, "add.f32 %f5, %f1, %f2;"], []),
+        ([PRODUCT, COMMIT, "add.f32 %f5, %f6, %f2;", ALL], ["add.f32 %f5, %f6, %f2;"]),
+        ([PRODUCT, "st.global.f32 [%rd4], %f1;", COMMIT, ALL], ["st.global.f32 [%rd4], %f1;"]),
+        ([PRODUCT, COMMIT, PRODUCT, "add.s64 %rd1, %rd1, 2;", COMMIT, ALL], []),
+        ([PRODUCT, COMMIT, OTHER, COMMIT, ALL_BUT_ONE, "mul.f32 %f5, %f1, %f1;", ALL], []),
+        ([PRODUCT, COMMIT, OTHER, COMMIT, ALL_BUT_ONE, "mul.f32 %f5, %f3, %f1;"], ["mul.f32 %f5, %f3, %f1;"]),
+    ],
+)
+def test_sums_that_are_read_too_early_are_seen(lines, early):
+    assert aot.early_reads("\n".join(lines)) == early
+
+
+def test_a_kernel_that_reads_them_too_early_is_refused(monkeypatch):
+    monkeypatch.setattr(aot, "early_reads", lambda ptx: ["add"] if ".visible" in ptx else [])
+    with pytest.raises(RuntimeError, match=r"reads sums that the matrix units have not written yet: add"):
+        aot.compile_for_gpu(double, VECTOR)
+
+
 def test_donated_arguments_are_aliased():
     compiled, kernels = aot.compile_for_gpu(lambda x, y: (x + y, y), VECTOR, VECTOR, donate_argnums=(0,))
     assert compiled.memory_analysis().alias_size_in_bytes == 512
