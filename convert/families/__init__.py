@@ -146,6 +146,9 @@ def model_config(
     fields = Fields(config, where)
     skip_general(fields)
     result = family.config(fields)
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and not (result.windows or result.chunks or result.recurrent_layers):
+        fields.ignore(["layer_types"] if all(kind == "full_attention" for kind in kinds) else [])  # as they all are
     fields.finish()
     ends = token_ids(Fields(generation or {}, "generation_config.json"), "eos_token_id")
     return dataclasses.replace(result, eos_token_ids=ends) if ends else result

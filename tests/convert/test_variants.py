@@ -64,6 +64,15 @@ def test_fields_of_any_family_that_have_no_effect(field):
     assert config("llama", **{field: "whatever"}) == config("llama")
 
 
+def test_families_without_windows_may_say_that_all_layers_look_at_everything():
+    full = ["full_attention"] * 4
+    assert config("llama", layer_types=full) == config("llama")
+    with pytest.raises(ValueError, match="fields not understood: 'layer_types'"):
+        config("llama", layer_types=[*full[:3], "sliding_attention"])
+    with pytest.raises(ValueError, match="fields not understood: 'layer_types'"):
+        config("starcoder2", layer_types=full, sliding_window=12)
+
+
 @pytest.mark.parametrize(
     ("model_type", "section"),
     [("mpt", "attn_config"), ("dbrx", "attn_config"), ("dbrx", "ffn_config"), ("gemma3", "text_config")],
