@@ -67,7 +67,7 @@ class PairConfig:
     rows: int
     """Tokens of a block: a multiple of 8 · split, up to 256."""
     consumers: int = 1
-    """Warpgroups that multiply, 1 to 3; each has 64 columns of the weights."""
+    """Warpgroups that multiply, up to 4; each has 64 columns of the weights."""
     split: int = 1
     """2: a pair shares the inputs of a tile."""
     row_tiles: int = 1
@@ -76,19 +76,27 @@ class PairConfig:
     """Whether two of these read the weights together; not if split."""
     chunk: int = 64
     """Inputs that travel together."""
+    deal: int = 1
+    """2: two consumers have the same columns, and the chunks in turn."""
     stages: int = 4
-    """Chunks in flight."""
+    """Chunks in flight, a multiple of `deal`."""
+
+    @property
+    def width(self) -> int:
+        """Columns of a block."""
+        return self.consumers // self.deal * 64
 
     def with_stages(self) -> PairConfig:
         """As many chunks in flight as fit."""
-        buffers = self.consumers * 64 * self.rows // self.split * 2
-        chunk_bytes = self.chunk * 2 * (64 * self.consumers + self.rows)
-        return dataclasses.replace(self, stages=(SHARED_MEMORY - buffers) // chunk_bytes)
+        buffers = self.width * self.rows * (2 // self.split + 4 * (self.deal - 1))
+        chunk_bytes = self.chunk * 2 * (self.width + self.rows)
+        stages = (SHARED_MEMORY - buffers) // chunk_bytes
+        return dataclasses.replace(self, stages=stages // self.deal * self.deal)
 
     @property
     def registers(self) -> int:
         """Of a thread of a consumer; the producer leaves them what it does not need."""
-        return {1: 232, 2: 232, 3: 152}[self.consumers]
+        return {1: 232, 2: 232, 3: 152, 4: 104}[self.consumers]
 
 
 def busy(tiles: int, cores: int) -> float:

@@ -42,7 +42,7 @@ def paired(
     """
     (tokens, inputs), outputs, dtype = x.shape, weight.shape[1], x.dtype
     rows, consumers, chunk, stages = config.rows, config.consumers, config.chunk, config.stages
-    width, steps, split = consumers * COLUMNS, inputs // chunk, config.split
+    width, steps, split, deal = config.width, inputs // chunk, config.split, config.deal
     piece = rows // split
     tiles = outputs // width * config.row_tiles
     pairs = split == 2 or config.share
@@ -95,45 +95,68 @@ def paired(
 
         def consume() -> None:
             plgpu.set_max_registers(config.registers, action="increase")
-            at, out = pl.multiple_of(column + wg * COLUMNS, COLUMNS), smem["out"].at[wg]
+            part, turn = wg // deal, lax.rem(wg, deal)
+            at, out = pl.multiple_of(column + part * COLUMNS, COLUMNS), smem["out"].at[part]
             first = pl.multiple_of(row + rank * piece if split == 2 else row, 8)
 
             def accumulate(acc: Any) -> jax.Array:
                 def step(i: jax.Array, _: None) -> None:
-                    slot = lax.rem(i, stages)
+                    slot = lax.rem(i * deal + turn, stages)
                     plgpu.barrier_wait(smem["full"].at[slot])
-                    weights = smem["weight"].at[slot, :, pl.ds(wg * COLUMNS, COLUMNS)]
+                    weights = smem["weight"].at[slot, :, pl.ds(part * COLUMNS, COLUMNS)]
                     plgpu.wgmma(acc, weights.transpose((1, 0)), smem["x"].at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(1)  # the chunk before this one is done with
 
                     @pl.when(i > 0)
                     def _release() -> None:
-                        plgpu.barrier_arrive(smem["free"].at[lax.rem(i - 1, stages)])
+                        plgpu.barrier_arrive(smem["free"].at[lax.rem((i - 1) * deal + turn, stages)])
 
-                lax.fori_loop(0, mine, step, None)
+                chunks = pl.cdiv(mine - turn, deal)
+                lax.fori_loop(0, chunks, step, None)
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(smem["free"].at[lax.rem(mine - 1, stages)])
+                plgpu.barrier_arrive(smem["free"].at[lax.rem((chunks - 1) * deal + turn, stages)])
                 return acc[...]
 
             if residual is not None:
-                source = gmem["residual"].at[pl.ds(first, piece), pl.ds(at, COLUMNS)]
-                plgpu.copy_gmem_to_smem(source, out, smem["added"].at[wg])
+
+                @pl.when(turn == 0)
+                def _fetch() -> None:
+                    source = gmem["residual"].at[pl.ds(first, piece), pl.ds(at, COLUMNS)]
+                    plgpu.copy_gmem_to_smem(source, out, smem["added"].at[part])
+
             y = pl.run_scoped(accumulate, plgpu.ACC((COLUMNS, rows), jnp.float32))
+            if deal == 1:
+                finish(y, part, at, first)
+                return
+
+            @pl.when(turn == 1)
+            def _give() -> None:
+                smem["other"][part] = y
+                plgpu.barrier_arrive(smem["dealt"].at[part])
+
+            @pl.when(turn == 0)
+            def _take() -> None:
+                plgpu.barrier_wait(smem["dealt"].at[part])
+                finish(y + plgpu.load(smem["other"].at[part], layout=WG), part, at, first)
+
+        def finish(y: jax.Array, part: jax.Array, at: jax.Array, first: jax.Array) -> None:
+            """y: [64, rows], what this block summed."""
+            out = smem["out"].at[part]
             if split == 2:
                 halves = y[:, :piece], y[:, piece:]
                 kept, given = lax.cond(rank == 0, lambda: halves, lambda: halves[::-1])
-                sums = gmem["sums"].at[tile, wg]
+                sums = gmem["sums"].at[tile, part]
                 sums.at[rank][...] = given
                 ordered()
-                plgpu.barrier_arrive(smem["summed"].at[wg])
-                plgpu.barrier_wait(smem["summed"].at[wg])
+                plgpu.barrier_arrive(smem["summed"].at[part])
+                plgpu.barrier_wait(smem["summed"].at[part])
                 ordered()
                 y = kept + plgpu.load(sums.at[1 - rank], layout=WG, optimized=False)
             if bias is not None:
                 terms = plgpu.load(gmem["bias"].at[pl.ds(at, COLUMNS)], layout=WG.reduce(1), optimized=False)
                 y += lax.broadcast_in_dim(terms.astype(jnp.float32), y.shape, (0,))
             if residual is not None:
-                plgpu.barrier_wait(smem["added"].at[wg])
+                plgpu.barrier_wait(smem["added"].at[part])
                 terms = plgpu.load(out.transpose((1, 0)), layout=TRANSPOSED)
                 y += plgpu.layout_cast(terms.astype(jnp.float32), WG)
             out.transpose((1, 0))[...] = plgpu.layout_cast(y.astype(dtype), TRANSPOSED)
@@ -144,22 +167,26 @@ def paired(
         pl.when(wg == consumers)(produce)
         pl.when(wg < consumers)(consume)
 
-    free: dict[str, Any] = {"num_arrivals": consumers, "num_barriers": stages}
+    parts = consumers // deal
+    free: dict[str, Any] = {"num_arrivals": parts, "num_barriers": stages}
     scratch: dict[str, Any] = {
         "weight": plgpu.SMEM((stages, chunk, width), dtype, transforms=swizzled(dtype, width)),
         "x": plgpu.SMEM((stages, rows, chunk), dtype, transforms=swizzled(dtype, chunk)),
-        "out": plgpu.SMEM((consumers, piece, COLUMNS), dtype, transforms=swizzled(dtype, COLUMNS)),
+        "out": plgpu.SMEM((parts, piece, COLUMNS), dtype, transforms=swizzled(dtype, COLUMNS)),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "free": plgpu.ClusterBarrier(collective_axes=("pair",), **free) if config.share else plgpu.Barrier(**free),
     }
     names = ["x", "weight", *["bias"] * (bias is not None), *["residual"] * (residual is not None), "out"]
     out_type = [jax.ShapeDtypeStruct((tokens, outputs), dtype)]
     if residual is not None:
-        scratch["added"] = plgpu.Barrier(num_barriers=consumers)
+        scratch["added"] = plgpu.Barrier(num_barriers=parts)
     if split == 2:
         names.append("sums")
-        out_type.append(jax.ShapeDtypeStruct((tiles, consumers, 2, COLUMNS, piece), jnp.float32))
-        scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("pair",), num_barriers=consumers)
+        out_type.append(jax.ShapeDtypeStruct((tiles, parts, 2, COLUMNS, piece), jnp.float32))
+        scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("pair",), num_barriers=parts)
+    if deal == 2:
+        scratch["other"] = plgpu.SMEM((parts, COLUMNS, rows), jnp.float32, transforms=swizzled(jnp.float32, rows))
+        scratch["dealt"] = plgpu.Barrier(num_barriers=parts)
     return plgpu.kernel(
         kernel,
         out_type=out_type,

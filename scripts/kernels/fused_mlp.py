@@ -86,8 +86,31 @@ def down_case(tokens: int) -> Case:
     )
 
 
+def projection_inputs(key: jax.Array, tokens: int, outputs: int) -> tuple[jax.Array, ...]:
+    x_key, weight_key = jax.random.split(key)
+    return normal(x_key, tokens, EMBED), normal(weight_key, EMBED, outputs, size=EMBED**-0.5)
+
+
+def projection_case(tokens: int, outputs: int) -> Case:
+    """Attention's, before it (queries, keys and values) and after."""
+    return Case(
+        name=f"projection bf16 {EMBED}x{outputs} M={tokens}",
+        op="fused_mlp",
+        inputs=functools.partial(projection_inputs, tokens=tokens, outputs=outputs),
+        programs=programs(down),
+        reference=reference.down,
+        tolerance=8e-3,
+        bytes=2 * (EMBED * outputs + tokens * (EMBED + outputs)),
+        flops=2 * tokens * EMBED * outputs,
+        max_ratio=("xla", 0.9 if tokens > 64 else 1.0),
+    )
+
+
 def cases() -> list[Case]:
     gate_ups = [gate_up_case(tokens) for tokens in (1, 16, 64, 512, 2048, 8192)]
     small = [quantized_gate_up_case(format, tokens) for format in FORMATS for tokens in (1, 16, 64)]
     gate_ups += [*small, *(quantized_gate_up_case("int8", tokens) for tokens in (128, 256, 2048))]
-    return gate_ups + [down_case(tokens) for tokens in (16, 32, 64, 128, 256)]
+    projections = [
+        projection_case(tokens, outputs) for outputs in (EMBED + 2048, EMBED) for tokens in (1, 64, 128, 256)
+    ]
+    return gate_ups + [down_case(tokens) for tokens in (16, 32, 64, 128, 256)] + projections

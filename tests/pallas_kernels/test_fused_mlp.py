@@ -200,7 +200,7 @@ def test_every_way_to_split_the_work(config):
     [
         PairConfig(rows=48, consumers=2, split=2, stages=2),
         PairConfig(rows=32, consumers=2, row_tiles=2, share=True, stages=2, chunk=128),
-        PairConfig(rows=24, consumers=1, row_tiles=2, stages=3),
+        PairConfig(rows=24, consumers=2, row_tiles=2, deal=2, stages=4),
         PairConfig(rows=32, consumers=1, split=2, row_tiles=2, stages=2, chunk=128),
     ],
     ids=str,
