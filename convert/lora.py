@@ -99,7 +99,7 @@ def merged(reader: Reader, folder: Path) -> Reader:
     added = {name: tensor.shape for name, tensor in (replaced | changes).items()}
     held = {name: info.shape for name, info in reader.tensors.items()}
     # A tied base has no head to replace. If none of its names is a head's, opening it refuses the new one.
-    ends = tuple(f"{module}.weight" for module in read_config(folder).get("modules_to_save") or ())
+    ends = tuple(f"{module}.weight" for module in _saved(read_config(folder)))
     new = {name for name in replaced.keys() - held.keys() if name.endswith(ends)}
     odd = {name: shape for name, shape in added.items() if held.get(name) != shape and name not in new}
     strangers = [f"{name} {list(shape)}" for name, shape in odd.items()]
@@ -168,6 +168,14 @@ def _settings(fields: Fields) -> tuple[Callable[[str, int], float], bool]:
         return (alpha_of(module, None) or alpha) / (math.sqrt(rank) if root else rank)
 
     return scaling, transposed
+
+
+def _saved(fields: Fields) -> list[str]:
+    """Names of the modules that are saved whole."""
+    names = fields.get("modules_to_save") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{fields.where}: 'modules_to_save' is {names!r}; it must be a list of names")
+    return names
 
 
 def _by_module(fields: Fields, name: str) -> Callable[[str, Any], Any]:

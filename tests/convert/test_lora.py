@@ -135,6 +135,7 @@ def test_the_checkpoint_is_the_base_s(tmp_path):
         ({"target_parameters": ["experts"]}, "fields not understood: 'target_parameters'"),
         ({"init_lora_weights": "pissa"}, "'init_lora_weights' is 'pissa'"),
         ({"lora_alpha": "8"}, "'lora_alpha' is '8'; it must be a positive number"),
+        ({"modules_to_save": "lm_head"}, "'modules_to_save' is 'lm_head'; it must be a list of names"),
         ({"r": 8}, r"the rank of model\.layers\.1.*q_proj is 8, but its factors have 4"),
         ({"rank_pattern": {"q_proj": 2}}, "q_proj is 2, but its factors have 4"),
         ({"alpha_pattern": {"q_proj": "8"}}, "'alpha_pattern' is .*; it must map patterns of names to numbers"),
