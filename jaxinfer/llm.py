@@ -17,7 +17,7 @@ from jaxinfer.adapters import Adapters, check_named, load_adapters
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization, at_least_one
 from jaxinfer.embed import TextEmbedder
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.output import OutputBuilder
+from jaxinfer.engine.output import OutputBuilder, request_output
 from jaxinfer.engine.request import Request
 from jaxinfer.outputs import EmbeddingOutput, RequestOutput, TextDelta
 from jaxinfer.prompts import (
@@ -32,7 +32,7 @@ from jaxinfer.prompts import (
 )
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
-from meshes import AXES, build_mesh
+from meshes import AXES
 
 
 class LLM:
@@ -109,7 +109,7 @@ class LLM:
             raise ValueError("to embed takes no cache: leave out kv_cache_dtype and num_pages")
         if not generates and (lora or max_loras is not None):
             raise ValueError("to embed takes no adapters beside the weights: merge one, its folder as the model")
-        self.mesh = _mesh(tensor_parallel_size, mesh)
+        self.mesh = startup.mesh_of(tensor_parallel_size, mesh)
         self.engine_config = EngineConfig(
             max_model_len=_model_len(max_model_len, self.config),
             max_num_seqs=max_num_seqs,
@@ -287,7 +287,7 @@ class LLM:
         finally:
             self.engine.abort(requests)
         return [
-            _request_output(text, [outputs[request] for request in group])
+            request_output(text, [outputs[request] for request in group])
             for (text, _), group in zip(prompts, groups, strict=True)
         ]
 
@@ -371,38 +371,9 @@ def _no_generation(config: ModelConfig) -> ValueError:
     return ValueError("this LLM was made with task='embed', and only embeds; make another without it to generate")
 
 
-def _mesh(tensor_parallel_size: int, mesh: Mesh | None) -> Mesh:
-    at_least_one("tensor_parallel_size", tensor_parallel_size)
-    if mesh is None:
-        return build_mesh(tensor=tensor_parallel_size)
-    if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh is {mesh!r}; it must be a jax.sharding.Mesh, or None")
-    if set(mesh.axis_names) != set(AXES):
-        raise ValueError(f"the mesh has axes {mesh.axis_names}; it must have {AXES}, size 1 where unused")
-    if tensor_parallel_size not in (1, mesh.shape["tensor"]):
-        raise ValueError(
-            f"tensor_parallel_size {tensor_parallel_size} contradicts the mesh, whose tensor axis is "
-            f"{mesh.shape['tensor']}; pass one of the two"
-        )
-    return mesh
-
-
 def _model_len(max_model_len: int | None, config: ModelConfig) -> int:
     if max_model_len is not None and at_least_one("max_model_len", max_model_len) > config.max_position:
         raise ValueError(
             f"max_model_len is {max_model_len}, and the model was made for {config.max_position} tokens at most"
         )
     return config.max_position if max_model_len is None else max_model_len
-
-
-def _request_output(text: str | None, outputs: list[OutputBuilder]) -> RequestOutput:
-    first = outputs[0].request
-    return RequestOutput(
-        request_id=first.request_id,
-        prompt=text,
-        prompt_token_ids=first.prompt_token_ids,
-        outputs=[output.completion() for output in outputs],
-        finished=all(output.request.finished for output in outputs),
-        metrics=outputs[0].metrics(),
-        prompt_logprobs=outputs[0].prompt_logprobs(),
-    )

@@ -11,8 +11,8 @@ from jaxinfer.sampling_params import SamplingParams
 type Prompt = str | dict[str, Any]
 """Text, {"prompt": text} or {"prompt_token_ids": ids}."""
 type Messages = Sequence[dict[str, Any]]
-"""One conversation: [{"role": "user", "content": "Hi"}, …]; content is text, or a list of {"type": "text", "text": "Hi"},
-which a template that does not take it apart gets with newlines between."""
+"""One conversation: [{"role": "user", "content": "Hi"}, …]. Content: text, or parts, [{"type": "text", "text": "Hi"}];
+a template that does not take these apart gets their texts with newlines between."""
 type Loras = str | Sequence[str | None] | None
 """The name of a loaded adapter for all prompts, or one per prompt; None: the model alone."""
 

@@ -13,14 +13,14 @@ from jax.sharding import Mesh
 
 import convert
 from jaxinfer import compilation, memory, parameters, weights
-from jaxinfer.config import EngineConfig, ModelConfig, Quantization
+from jaxinfer.config import EngineConfig, ModelConfig, Quantization, at_least_one
 from jaxinfer.engine import cache
 from jaxinfer.engine.batch import KERNEL_WIDTHS, WIDTHS, BatchBuilder, BatchShape, data_dependent
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.step import AbstractState, State, StepRunner, target_of
 from jaxinfer.parameters import Tree, for_tensor_parallel, resolve
 from jaxinfer.tokenizer import Tokenizer
-from meshes import sharding
+from meshes import AXES, build_mesh, sharding
 from pallas_kernels import paged_decode
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,23 @@ class LoadedModel:
     dtype: jnp.dtype
     quantization: Quantization | None
     """Of the projections, by whatever made it."""
+
+
+def mesh_of(tensor_parallel_size: int, mesh: Mesh | None) -> Mesh:
+    """`mesh`, or one of so many devices. Raises ValueError if the two contradict each other, or there are too few."""
+    at_least_one("tensor_parallel_size", tensor_parallel_size)
+    if mesh is None:
+        return build_mesh(tensor=tensor_parallel_size)
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh is {mesh!r}; it must be a jax.sharding.Mesh, or None")
+    if set(mesh.axis_names) != set(AXES):
+        raise ValueError(f"the mesh has axes {mesh.axis_names}; it must have {AXES}, size 1 where unused")
+    if tensor_parallel_size not in (1, mesh.shape["tensor"]):
+        raise ValueError(
+            f"tensor_parallel_size {tensor_parallel_size} contradicts the mesh, whose tensor axis is "
+            f"{mesh.shape['tensor']}; pass one of the two"
+        )
+    return mesh
 
 
 def load_model(

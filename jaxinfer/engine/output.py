@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 from jaxinfer.engine.detokenizer import Detokenizer
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.sampler import RowLogprobs
-from jaxinfer.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, TextDelta, TokenLogprobs
+from jaxinfer.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    TextDelta,
+    TokenLogprobs,
+)
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -95,6 +103,20 @@ class OutputBuilder:
     def metrics(self) -> RequestMetrics:
         times = (self._arrival_time, self._first_token_time, self._finished_time)
         return RequestMetrics(*times, num_preemptions=self.request.num_preemptions)
+
+
+def request_output(text: str | None, outputs: list[OutputBuilder]) -> RequestOutput:
+    """Of one prompt; text: None if it came as ids; outputs: all of its own."""
+    first = outputs[0].request
+    return RequestOutput(
+        request_id=first.request_id,
+        prompt=text,
+        prompt_token_ids=first.prompt_token_ids,
+        outputs=[output.completion() for output in outputs],
+        finished=all(output.request.finished for output in outputs),
+        metrics=outputs[0].metrics(),
+        prompt_logprobs=outputs[0].prompt_logprobs(),
+    )
 
 
 def _pick(rows: RowLogprobs, i: int, token_id: int, count: int, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
