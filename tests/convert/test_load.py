@@ -272,5 +272,11 @@ def test_progress_shows_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr("convert.loading.tqdm", Bar)
     checkpoint = opened("llama", tmp_path)
     weights = load_flat(checkpoint)
+    total = sum(array.nbytes for array in weights.values())
     assert shown[0]["disable"] is True
-    assert sum(shown[1:]) == shown[0]["total"] == sum(array.nbytes for array in weights.values())
+    assert sum(shown[1:]) == shown[0]["total"] == total
+    shown.clear()
+    convert.save_native(checkpoint, tmp_path / "native")
+    # Shown where there is a terminal, with what tqdm shows by default: bytes, their rate and the time left.
+    assert shown[0] == {"total": total, "unit": "B", "unit_scale": True, "desc": "converting", "disable": None}
+    assert sum(shown[1:]) == total
