@@ -30,7 +30,7 @@ from convert.quantized.layer import (
     read_float,
     with_suffix,
 )
-from convert.quantized.packing import FLOAT_SCALES, unpack_columns, unpack_rows
+from convert.quantized.packing import FLOAT_SCALES, centred, unpack_columns, unpack_rows
 from convert.quantized.scaled import block_of, follows_of, is_block, low_bit, scaled_rows, two_dimensional
 from convert.tensors import Reader, whole
 
@@ -184,7 +184,7 @@ def _integers(reader: Reader, prefix: str, schemes: list[_Scheme]) -> Packed:
         scales, zeros = read_float(reader, names["scale"]), read_zeros()
 
         def rows(start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            values = unpack_columns(reader.read(names["packed"], start, stop), 4, inputs).astype(np.int8) - np.int8(8)
+            values = centred(unpack_columns(reader.read(names["packed"], start, stop), bits, inputs), bits)
             return values, scales[start:stop], zeros[start:stop]
 
         return rows
@@ -193,6 +193,8 @@ def _integers(reader: Reader, prefix: str, schemes: list[_Scheme]) -> Packed:
     kind, group, low = f"int{bits} (compressed-tensors)", inputs // groups, None
     if bits == 4 and group in GROUP_SIZES and not mixed:
         low = LowBit("int4", group, not asymmetric, open_low)
+    elif bits == 8 and groups == 1 and not asymmetric and not mixed:
+        low = LowBit("int8", None, True, open_low)
     packed, each = Fraction(32, bits), _along_groups(mixed, group)
     follows: dict[str, Follows] = {
         names["packed"]: (("outputs", 1), ("inputs", packed)),

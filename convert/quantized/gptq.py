@@ -31,7 +31,7 @@ from convert.quantized.layer import (
     read_float,
     with_suffix,
 )
-from convert.quantized.packing import FLOAT_SCALES, unpack_rows
+from convert.quantized.packing import FLOAT_SCALES, centred, unpack_rows
 from convert.tensors import Reader, whole
 
 _BITS = (2, 3, 4, 8)
@@ -110,6 +110,7 @@ def _packed(reader: Reader, prefix: str, how: _Stored) -> Packed:
     if groups != -(-inputs // size):
         raise ValueError(f"{names['scales']} has {groups} groups of {inputs} inputs; 'group_size' is {size}")
     in_order = np.arange(inputs) // size
+    middle = 1 << (how.bits - 1)
     read_zeros = functools.partial(_zeros, reader, names["qzeros"], how, outputs)
 
     def open_() -> Rows:
@@ -129,17 +130,19 @@ def _packed(reader: Reader, prefix: str, how: _Stored) -> Packed:
 
     def open_low() -> LowRows:
         packed, scales = whole(reader, names["qweight"]), read_float(reader, names["scales"]).T
-        zeros = read_zeros().T.astype(np.float32) - 8
+        zeros = read_zeros().T.astype(np.float32) - middle
 
         def rows(start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            values = unpack_rows(packed[:, start:stop], 4, inputs).T.astype(np.int8) - np.int8(8)
+            values = centred(unpack_rows(packed[:, start:stop], how.bits, inputs).T, how.bits)
             return values, scales[start:stop], zeros[start:stop]
 
         return rows
 
     low_bit, neighbours = None, not grouped or np.array_equal(whole(reader, names["g_idx"]), in_order)
     if how.bits == 4 and size in GROUP_SIZES and not inputs % size and neighbours:
-        low_bit = LowBit("int4", size, how.symmetric or bool((read_zeros() == 8).all()), open_low)
+        low_bit = LowBit("int4", size, how.symmetric or bool((read_zeros() == middle).all()), open_low)
+    elif how.bits == 8 and groups == 1 and neighbours and bool((read_zeros() == middle).all()):
+        low_bit = LowBit("int8", None, True, open_low)
     parts, packed = present(reader, names.values()), Fraction(32, how.bits)
     group: Along | None = ("inputs", size) if neighbours else None
     follows: dict[str, Follows] = {

@@ -20,6 +20,11 @@ def unpack_rows(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     return (values & ((1 << bits) - 1)).astype(np.uint8)
 
 
+def centred(values: np.ndarray, bits: int) -> np.ndarray:
+    """int8, 2 ** (bits - 1) less."""
+    return (values - np.uint8(1 << (bits - 1))).view(np.int8)
+
+
 def unpack_columns(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     """[rows, words] int32 → [rows, count] uint8, as `unpack_rows` but along the rows; bits divide 32."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)

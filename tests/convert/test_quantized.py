@@ -56,6 +56,10 @@ SYMMETRIC = compressed("pack-quantized", num_bits=4, strategy="group", group_siz
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 40], "activation_scheme": "dynamic"}
 CASES = {
     **{f"gptq{bits}": ({**GPTQ, "bits": bits}, partial(files.gptq, bits=bits)) for bits in (2, 3, 4, 8)},
+    "gptq8_outputs": (
+        {**GPTQ, "bits": 8, "sym": True, "group_size": -1},
+        lambda outputs, inputs, rng: files.gptq(outputs, inputs, rng, bits=8, symmetric=True, group=inputs),
+    ),
     "gptq4_symmetric": ({**GPTQ, "bits": 4, "sym": True}, partial(files.gptq, symmetric=True)),
     "gptq4_act_order": ({**GPTQ, "bits": 4}, partial(files.gptq, act_order=True)),
     "gptq3_v2": ({**GPTQ, "bits": 3, "checkpoint_format": "gptq_v2"}, partial(files.gptq, bits=3, version=2)),
@@ -66,6 +70,10 @@ CASES = {
     "int4_zeros": (INT4, partial(files.compressed_packed, zeros=True)),
     "int4_zeros_act_order": (INT4, partial(files.compressed_packed, zeros=True, act_order=True)),
     "int8_packed": (
+        compressed("pack-quantized", num_bits=8, strategy="channel"),
+        lambda outputs, inputs, rng: files.compressed_packed(outputs, inputs, rng, bits=8, group=inputs),
+    ),
+    "int8_packed_zeros": (
         compressed("pack-quantized", num_bits=8, strategy="channel"),
         lambda outputs, inputs, rng: files.compressed_packed(outputs, inputs, rng, bits=8, zeros=True, group=inputs),
     ),
@@ -119,12 +127,13 @@ def test_weights_are_what_the_format_says(name, tmp_path, monkeypatch, caplog):
     assert_same(load_flat(checkpoint), load_flat(convert.open_checkpoint(tmp_path / "floats")))
 
 
+INT8S = ("int8", "int8_tensor", "bnb8")
 KEPT = {
     **{"gptq4": Quantization("int4", 32, symmetric=False), "gptq4_symmetric": Quantization("int4", 32)},
     **{"awq_gemv": Quantization("int4", 32, symmetric=False)},
     **{"awq": Quantization("int4", 32, symmetric=False), "awq_without_zeros": Quantization("int4", 32)},
     **{"int4": Quantization("int4", 32), "int4_zeros": Quantization("int4", 32, symmetric=False)},
-    **{name: Quantization("int8", head=False) for name in ("int8", "int8_tensor", "bnb8")},
+    **{name: Quantization("int8", head=False) for name in ("gptq8_outputs", "int8_packed", *INT8S)},
     **{name: Quantization("fp8", head=False) for name in ("fp8", "fp8_tensor", "autofp8")},
 }
 """The others are no format of ours: other bits, groups or zero points, or inputs in another order."""
