@@ -173,7 +173,7 @@ def attention_planner(
         if shape.decode:
             return paged_decode.make_plan(lengths, tables, mine, window=window, **options)
         q = jax.ShapeDtypeStruct((shape.tokens, kv_heads, config.q_per_kv, config.head_dim), dtype)
-        if paged_prefill.obstacle(q, mine, target) or paged_prefill.unproven(mine):
+        if paged_prefill.obstacle(q, mine, target):
             return None
         return paged_prefill.make_plan(query_start, lengths, tokens=shape.tokens, q_per_kv=config.q_per_kv)
 

@@ -66,7 +66,7 @@ def paged_prefill(
     if not causal and (window, chunk, alibi_slopes) != (None, None, None):
         raise ValueError("windows, chunks and ALiBi look back only; they go with causal=True")
     lacks = (NO_ALIBI if alibi_slopes is not None else None) or (NO_CHUNKS if chunk is not None else None)
-    chosen = choice.resolve("paged_prefill", implementation, obstacle(q, pages, target) or lacks, unproven(pages))
+    chosen = choice.resolve("paged_prefill", implementation, obstacle(q, pages, target) or lacks)
     options: dict[str, Any] = {"scale": scale, "causal": causal, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if chosen == "xla":
         sizes = tiles.for_platform(target.platform)
@@ -94,11 +94,4 @@ def obstacle(q: jax.Array | jax.ShapeDtypeStruct, pages: KVPages, target: Target
         return f"a page holds {pages.page_size} tokens, and the kernel reads pages of {PAGE_SIZES}"
     if pages.head_dim not in HEAD_DIMS:
         return f"head_dim is {pages.head_dim}, and the kernel is built for {HEAD_DIMS}"
-    return None
-
-
-def unproven(pages: KVPages) -> str | None:
-    """Why the kernel runs only when asked for by name, though it could."""
-    if pages.quantized and pages.page_size < 32:
-        return f"its 8-bit path for pages of {pages.page_size} tokens has not run on a GPU yet"
     return None
