@@ -34,6 +34,9 @@ from pallas_kernels.paged_decode.steps import (
     over_rows,
 )
 
+FEW = 4
+"""Parts of most rows of a batch, at most."""
+
 
 def attend(
     q: jax.Array,
@@ -342,9 +345,9 @@ class Body(Steps):
 
         at_once = min(self.config.parts, max(2, self.config.parts * WARPS * 4 * LANES // (shape[0] * shape[1])))
 
-        def step(i: jax.Array, carry: tuple) -> tuple:
+        def add(count: int, i: jax.Array, carry: tuple) -> tuple:
             # Loads are independent of each other, so that they are in flight together.
-            found = [load(i * at_once + j) for j in range(at_once)]
+            found = [load(i * count + j) for j in range(count)]
             top, weight, acc = carry
             new_top = functools.reduce(jnp.maximum, [x for x, _, _ in found], top)
             old = jnp.exp2(top - new_top)
@@ -358,8 +361,12 @@ class Body(Steps):
             return plgpu.layout_cast(jnp.full(shape, value, F32), layout)
 
         none = (full(LOWEST, shape[:1], layout.reduce(1)), full(0, shape[:1], layout.reduce(1)), full(0, shape, layout))
-        steps = lax.div(parts + at_once - 1, jnp.int32(at_once))
-        top, weight, acc = lax.fori_loop(0, steps, step, none)
+        few, steps = min(FEW, at_once), lax.div(parts + at_once - 1, jnp.int32(at_once))
+        top, weight, acc = lax.cond(
+            parts <= few,
+            lambda: add(few, jnp.int32(0), none),
+            lambda: lax.fori_loop(0, steps, functools.partial(add, at_once), none),
+        )
         if self.has_sinks:
             sinks = self.sink_logits(*self.split_head(head), shape[0], layout.reduce(1))
             weight = weight + jnp.exp2(sinks - top)
