@@ -18,7 +18,7 @@ ATTENTION = {"cache_append", "paged_decode", "rms_norm"}
     ("cache_dtype", "quantization", "kernels"),
     [
         ("auto", "none", ATTENTION | {"paged_prefill"}),
-        ("int8", "int8", ATTENTION | {"quant_matmul"}),
+        ("int8", "int8", ATTENTION | {"quant_matmul", "norm_projection", "norm_gate_up"}),
     ],
 )
 def test_equals_xla(cache_dtype, quantization, kernels):

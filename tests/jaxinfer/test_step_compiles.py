@@ -48,8 +48,8 @@ def compile_step(shape, cache_dtype, quantization, untimed=False):
         (DECODE, "int8", None, False, 8 * LAYERS),
         # norm, qkv, append, attention, out, norm, gate and up, down; the head
         (RAGGED, "auto", Quantization("int8"), False, 8 * LAYERS + 1),
-        # norm and qkv, append, attention, out, norm and gate and up, down; the head
-        (FEW, "auto", Quantization("int8"), True, 6 * LAYERS + 1),
+        # norm and qkv, append, attention, out, norm with gate and up, down
+        (FEW, "auto", None, True, 6 * LAYERS),
     ],
     ids=["decode", "ragged", "few"],
 )
