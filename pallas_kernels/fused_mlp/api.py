@@ -186,7 +186,7 @@ def down_loses(tokens: int, inputs: int, outputs: int, target: Target) -> str | 
             if known
             else f"it is known to be faster from 4096 inputs with 64 to {cores} tiles, not {inputs} and {tiles}"
         )
-    if tokens < 16 and not target.untimed:  # which takes two kernels, as far as can be seen without a GPU
+    if tokens < 16 and not target.untimed:  # XLA may add up its parts in a second kernel; within a step: not timed
         return "below 16 tokens XLA's matmul is as fast"
     return _one_wave(2 * outputs / 64, cores)
 

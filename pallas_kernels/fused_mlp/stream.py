@@ -145,6 +145,7 @@ def _run(
                         plgpu.barrier_wait(smem["full"].at[slot])
                         if fold is not None:
                             fold.normalise(smem, smem["x"].at[slot], (slot,), slot, wg)
+                            fold.wait(smem, slot)
                         for part in range(parts):
                             weights = smem["weight"].at[slot, part, :, half]
                             plgpu.wgmma(acc[part], weights.transpose((1, 0)), smem["x"].at[slot].transpose((1, 0)))

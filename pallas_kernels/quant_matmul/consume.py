@@ -37,8 +37,10 @@ class Consumer:
         """Which of the block's slabs, those of the second part after those of the first."""
         return lax.div(self.wg, self.block.cut.config.ways)
 
-    def multiply(self, acc: Any, tile: jax.Array, x_t: Any, first: int, size: int, zeros: Any = ()) -> None:
-        """acc += the piece's inputs from `first` on, times theirs of x."""
+    def multiply(
+        self, acc: Any, tile: jax.Array, x_t: Any, first: int, size: int, zeros: Any = (), stage: Any = None
+    ) -> None:
+        """acc += the piece's inputs from `first` on, times theirs of x. stage: whose first piece this is."""
         cut, smem = self.block.cut, self.block.smem
         options: dict[str, Any] = {"first": first, "inputs": size, "interpret": cut.interpret}
         operand = widen.widen(tile, cut.format, cut.dtype, zeros=zeros[0] if zeros else None, **options)
@@ -46,6 +48,8 @@ class Consumer:
             smem["wide"].at[self.wg][...] = operand
             plgpu.commit_smem()
             operand = smem["wide"].at[self.wg]
+        if cut.fold is not None and stage is not None:  # weights were widened meanwhile
+            cut.fold.wait(smem, self.place(stage))
         plgpu.wgmma(acc, operand, x_t)
 
     def arrival(self, i: jax.Array) -> tuple[Any, Any]:
@@ -54,8 +58,13 @@ class Consumer:
         plgpu.barrier_wait(smem["full"].at[slot])
         x, cut = smem["x"].at[slot, self.way], self.block.cut
         if cut.fold is not None:
-            cut.fold.normalise(smem, x, (slot, self.way), slot * cut.config.ways + self.way, self.slab)
+            cut.fold.normalise(smem, x, (slot, self.way), self.place(i), self.slab)
         return smem["values"].at[slot, self.way, self.slab], x
+
+    def place(self, i: jax.Array) -> jax.Array:
+        """Of stage `i` of x, among all that there is room for."""
+        config = self.block.cut.config
+        return lax.rem(i, config.stages) * config.ways + self.way
 
     def load(self, values: Any, first: int) -> jax.Array:
         """A piece of a tile of the weight, as stored, in registers."""
@@ -78,7 +87,7 @@ class Consumer:
                 values, x = self.arrival(i)
                 for first in range(0, cut.config.depth, cut.piece):
                     x_t = x.at[:, pl.ds(first, cut.piece)].transpose((1, 0))
-                    self.multiply(acc, self.load(values, first), x_t, 0, cut.piece)
+                    self.multiply(acc, self.load(values, first), x_t, 0, cut.piece, stage=None if first else i)
                     # wgmma reads registers until it ends: the next piece may not be widened into them before.
                     plgpu.wgmma_wait(0)
                 self.release(i)
@@ -109,15 +118,17 @@ class Consumer:
             ]
             return [plgpu.load(array, layout=WG, optimized=False) for array in arrays]
 
-        def add(total: jax.Array, loaded: list[jax.Array], at: jax.Array, values: Any, x: Any) -> jax.Array:
+        def add(total: jax.Array, loaded: list[jax.Array], at: jax.Array, stage: Any) -> jax.Array:
             """total + the groups of a step; the first of them is column `at` of `loaded`."""
+            values, x = self.arrival(stage)
             for i in range(in_step):
                 start, within = divmod(i * cut.group, cut.piece)
                 if within == 0:
                     tile = self.load(values, start * cut.piece)
                 scales, *zeros = [widen.column(array, at + i, cut.interpret) for array in loaded]
                 x_t = x.at[:, pl.ds(i * cut.group, cut.group)].transpose((1, 0))
-                multiplied = functools.partial(self.multiply, tile=tile, x_t=x_t, first=within, size=cut.group)
+                options: dict[str, Any] = {"first": within, "size": cut.group, "stage": None if i else stage}
+                multiplied = functools.partial(self.multiply, tile=tile, x_t=x_t, **options)
 
                 def product(acc: Any, multiplied: Any = multiplied, zeros: list[Any] = zeros) -> jax.Array:
                     multiplied(acc, zeros=zeros)
@@ -132,7 +143,7 @@ class Consumer:
 
             def step(i: jax.Array, total: jax.Array) -> jax.Array:
                 at = turn * cut.steps + c * in_chunk + i
-                total = add(total, loaded, skipped + i * in_step, *self.arrival(at))
+                total = add(total, loaded, skipped + i * in_step, at)
                 self.release(at)
                 return total
 

@@ -111,7 +111,7 @@ class Fold:
         plgpu.barrier_arrive(smem["measured"])
 
     def normalise(self, smem: Any, x: Any, at: tuple[Any, ...], place: jax.Array, member: jax.Array) -> None:
-        """A stage of x, [rows, depth], in place; matrix units may read it afterwards.
+        """This warpgroup's part of a stage of x, [rows, depth], in place; matrix units may read it after `wait`.
 
         at: where the stage is in `scratch`, place: the same as one number; member: which of the sharers this is.
         """
@@ -139,4 +139,8 @@ class Fold:
         plgpu.commit_smem()
         if self.sharers > 1:
             plgpu.barrier_arrive(smem["normalised"].at[place])
+
+    def wait(self, smem: Any, place: jax.Array) -> None:
+        """For the other sharers' part of a stage."""
+        if self.sharers > 1:
             plgpu.barrier_wait(smem["normalised"].at[place])

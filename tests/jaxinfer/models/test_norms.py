@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer.config import ModelConfig, RopeConfig
-from jaxinfer.models.norms import Norm, enter, leave, normalise_heads
-from pallas_kernels.target import CPU
+from jaxinfer.models.layers import Mlp
+from jaxinfer.models.norms import Norm, enter, folded, leave, normalise_heads
+from jaxinfer.models.observe import observed
+from pallas_kernels import choice
+from pallas_kernels.formats import quantize
+from pallas_kernels.target import CPU, Target
 
 
 def config(**fields):
@@ -127,3 +133,38 @@ def test_what_is_added_to_and_what_is_added_have_scales_of_their_own(placement, 
     np.testing.assert_allclose(stream, 1.5 * {"x": total, "norm of x": inner}[streams], rtol=1e-5, atol=1e-6)
     stream, added = leave(stream, jnp.asarray(out), norms, c, CPU)
     np.testing.assert_allclose(added, 0.25 * out, rtol=1e-5, atol=1e-6)
+
+
+UNTIMED = Target("cpu", untimed=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"norm_offset": 1.0}, {"norm_placement": "sandwich"}, {"residual_scale": 0.5}, {"norm": "layer"}],
+    ids=str,
+)
+def test_a_half_of_a_layer_is_the_same_where_its_norm_is_left_to_the_projection(fields):
+    c = config(**fields)
+    weights = {"gate_up": jnp.asarray(normal(6, 2, 10)), "down": jnp.asarray(normal(10, 6))}
+    norms = {"norm": {"scale": jnp.asarray(normal(6))}}
+    if c.norm_placement == "sandwich":
+        norms["output_norm"] = {"scale": jnp.asarray(normal(7)[:6])}
+    x, delta = jnp.asarray(normal(3, 6)), jnp.asarray(normal(6, 3).T)
+    with choice.recorded() as made:
+        got = Mlp.compute(x, delta, norms, weights, config=c, shards=1, target=UNTIMED)
+    assert ("norm_gate_up" in {decision.op for decision in made}) == (c.norm == "rms")
+    for ours, theirs in zip(got, Mlp.compute(x, delta, norms, weights, config=c, shards=1, target=CPU), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_norms_whose_result_is_wanted_stay_where_they_are():
+    norms, weight = {"norm": {"scale": jnp.ones(128)}}, jnp.zeros((128, 128))
+    rounded = dataclasses.replace(quantize(weight, "int8"), round_activations=True)
+    assert folded(None, norms, config(), UNTIMED, weight) is not None
+    assert folded(None, norms, config(), CPU, weight) is None, "not timed yet"
+    assert folded(None, norms, config(), UNTIMED, None) is None, "adapters take it, too"
+    assert folded(None, norms, config(), UNTIMED, rounded) is None
+    for fields in ({"norm": "layer"}, {"norm_placement": "post"}, {"norm_placement": "entry"}, {"skip_scale": 2.0}):
+        assert folded(None, norms, config(**fields), UNTIMED, weight) is None, fields
+    with observed(lambda name, x: None):
+        assert folded(None, norms, config(), UNTIMED, weight) is None
