@@ -16,6 +16,8 @@ WARPGROUP = 64
 """Rows of one wgmma."""
 LINE = 128
 """Bytes."""
+ALIGNED = 1024
+"""Bytes at whose multiples arrays begin in shared memory; those of scales end anywhere."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def shared_memory(weight: Weight, config: Config, parts: int, out_bytes: int) ->
     sums = (config.consumers - slabs // parts) * WARPGROUP * rows * 4
     steps = weight.inputs // config.split // ways // config.depth
     scaled = (slabs * WARPGROUP if weight.per_byte == 1 else 0) + (row_scales(rows) if weight.narrow else 0)
-    scales = (config.stages // steps + 2) * scaled * 4
+    scales = (config.stages // steps + 2) * scaled * 4 + (2 * ALIGNED if weight.narrow else 0)
     return config.stages * stage + sums + slabs // parts * rows * WARPGROUP * out_bytes + scales + weight.room[1]
 
 

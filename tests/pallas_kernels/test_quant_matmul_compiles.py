@@ -70,6 +70,16 @@ def test_both_in_8_bits(gpu, format, gated, rows, inputs, outputs, temporary):
     assert "copy(" not in entry
 
 
+def test_all_of_shared_memory_is_used_and_no_more():
+    """Float32 outputs leave the least room; arrays of scales, of which 8-bit rows have their own, end anywhere."""
+    weight = jax.ShapeDtypeStruct((4096, 128256), jnp.bfloat16)
+    weight = jax.eval_shape(functools.partial(quantize, format="int8"), weight)
+    x = jax.eval_shape(functools.partial(quantize_rows, format="int8"), jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16))
+    run = functools.partial(quant_matmul, target=H200, implementation="mosaic", out_dtype=jnp.float32)
+    _, [kernel] = compile_for_gpu(run, x, weight)
+    assert kernel.spilled_bytes == 0
+
+
 def test_rows_that_are_no_multiple_of_8_compile():
     weight = jax.eval_shape(functools.partial(quantize, format="int8"), jax.ShapeDtypeStruct((512, 512), jnp.bfloat16))
     run = functools.partial(quant_matmul, target=H200, implementation="mosaic")
