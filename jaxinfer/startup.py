@@ -139,8 +139,7 @@ def _table_widths(model: LoadedModel, mesh: Mesh, config: EngineConfig) -> tuple
     """Few widths of block tables where decode attention is a kernel, which reads no further than a sequence."""
     dtype = cache.stored_dtype(config.cache.dtype, model.dtype)
     pages = cache.one_page(model.config, config.cache.page_size, dtype, mesh.shape["tensor"])
-    on_xla = paged_decode.obstacle(model.dtype, pages, target_of(mesh)) or paged_decode.unproven(pages)
-    return WIDTHS if on_xla else KERNEL_WIDTHS
+    return WIDTHS if paged_decode.obstacle(model.dtype, pages, target_of(mesh)) else KERNEL_WIDTHS
 
 
 def _plan_pages(

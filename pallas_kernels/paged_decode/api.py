@@ -67,7 +67,7 @@ def paged_decode(
     choice.check_window(chunk, "chunk")
     lacks = (NO_ALIBI if alibi_slopes is not None else None) or (NO_CHUNKS if chunk is not None else None)
     obstacle = config.obstacle(q.dtype, pages, target) or lacks
-    if choice.resolve("paged_decode", implementation, obstacle, config.unproven(pages)) == "mosaic":
+    if choice.resolve("paged_decode", implementation, obstacle) == "mosaic":
         if plan is None:
             plan = divide(lengths, block_tables, config.choose(queries, q_per_kv, pages, target), window)
         check_plan(plan, queries, kv_heads, q_per_kv, batch, window)
@@ -110,7 +110,7 @@ def make_plan(
     `paged_decode` would not use it.
     """
     obstacle = config.obstacle(q_dtype, pages, target)
-    if choice.resolve("paged_decode", implementation, obstacle, config.unproven(pages)) != "mosaic":
+    if choice.resolve("paged_decode", implementation, obstacle) != "mosaic":
         return None
     return divide(lengths, block_tables, config.choose(queries, q_per_kv, pages, target), window)
 

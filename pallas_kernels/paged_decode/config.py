@@ -43,8 +43,10 @@ class Config:
     """Query vectors of a kv head that share its loads: a multiple of 8."""
     parts: int
     """Parts of a row that are loaded at once, of 4 vectors of 128: what registers hold."""
+    cut: int
+    """Parts of a row of few tiles, at most: to merge more would take longer than their blocks save."""
     least: int
-    """Tiles of a block, where there are so many: more blocks would leave more parts of rows to merge."""
+    """Tiles of a block at which rows are cut into more parts than that."""
 
     @property
     def pages_per_tile(self) -> int:
@@ -95,6 +97,8 @@ ALIGNED = 0.95
 """Of all blocks are enough: the memory is as busy."""
 PARTS = {1: 16, 2: 16, 3: 12, 4: 12}
 """By blocks of a core, whose registers they share."""
+CUT = {2: (16, 8), 1: (32, 4)}
+"""By bytes of a value: `cut` and `least`."""
 
 
 def obstacle(q_dtype: Any, pages: KVPages, target: Target) -> str | None:
@@ -113,13 +117,6 @@ def obstacle(q_dtype: Any, pages: KVPages, target: Target) -> str | None:
         return None if pages.dtype == q_dtype else f"q is {jnp.dtype(q_dtype).name} and the cache {pages.dtype.name}"
     if not pages.v_transposed:
         return "its matrix units read an 8-bit cache only with v_transposed"
-    return None
-
-
-def unproven(pages: KVPages) -> str | None:
-    """Why the kernel runs only when asked for by name, though it could."""
-    if pages.quantized and (pages.page_size < 32 or pages.head_dim % 32):
-        return f"its 8-bit path for pages of {pages.page_size} x {pages.head_dim} has not run on a GPU yet"
     return None
 
 
@@ -142,13 +139,14 @@ def choose(queries: int, q_per_kv: int, pages: KVPages, target: Target, **change
     fields = {"queries": queries, "kv_heads": pages.kv_heads, "q_per_kv": q_per_kv, "columns": columns}
     fields |= {"tile": tile, "lines": KEYS, "page_size": pages.page_size}
     most = {8: 4, 16: 3}.get(columns, 2)  # blocks on a core, by registers
+    cut, least = CUT[jnp.dtype(dtype).itemsize]
     for per_core, stages in RESIDENT[jnp.dtype(dtype).itemsize]:
         blocks = target.cores * per_core
         # With a power of 2 of them, equal sequences are often cut between heads, where there is nothing to merge.
         aligned = 1 << blocks.bit_length() - 1
         if aligned >= ALIGNED * blocks:
             blocks = aligned
-        sizes = {"stages": stages, "blocks": blocks, "parts": PARTS[per_core], "least": 1}
+        sizes = {"stages": stages, "blocks": blocks, "parts": PARTS[per_core], "cut": cut, "least": least}
         config = Config(**(fields | sizes | changes))
         fits = shared_bytes(config, head_dim, dtype) + RESERVED_BYTES + 512 <= SHARED_BYTES // per_core
         if fits and per_core <= most:

@@ -63,7 +63,7 @@ def divide(lengths: jax.Array, block_tables: jax.Array, config: Config, window: 
     sequences = jnp.stack([first, tiles, lengths, following], axis=1)
 
     block = jnp.arange(config.blocks, dtype=jnp.int32)
-    cuts = Cuts(ends[-1], config)
+    cuts = Cuts(ends[-1], jnp.max(tiles), config)
     start, stop = cuts.first_tile(block), cuts.first_tile(block + 1)
 
     def place(tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -100,9 +100,10 @@ def divide(lengths: jax.Array, block_tables: jax.Array, config: Config, window: 
 class Cuts:
     """Where all tiles, in order, are cut. No block before the last that has tiles is without."""
 
-    def __init__(self, total: jax.Array, config: Config):
+    def __init__(self, total: jax.Array, longest: jax.Array, config: Config):
+        """total: tiles; longest: those of the longest row."""
         self.total = total
-        busy = jnp.clip(total // config.least, 1, config.blocks)
+        busy = jnp.clip(total // jnp.clip(longest // config.cut, 1, config.least), 1, config.blocks)
         self.even, self.longer = total // busy, total % busy
 
     def first_tile(self, block: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ KV_HEADS, Q_PER_KV, PAGE_SIZE, HEAD_DIM = 8, 4, 64, 128
 SCALE = HEAD_DIM**-0.5
 CACHES = {"bf16": (jnp.bfloat16, 0.01), "int8": (jnp.int8, 0.02), "fp8": (jnp.float8_e4m3fn, 0.02)}
 """And the largest error of a row that rounding explains."""
-MIXED = [random.Random(0).randint(1, 4096) for _ in range(64)]
+MIXED = random.Random(0).choices(range(1, 4097), k=64)
 # Lengths; share of the read ceiling to reach with a bf16 cache, and with an 8-bit one
 BATCHES: dict[str, tuple[list[int], float | None, float | None]] = {
     "128x2048": ([2048] * 128, 0.96, 0.88),
