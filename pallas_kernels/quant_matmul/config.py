@@ -149,8 +149,6 @@ def loses(
         return None
     if narrow and rows >= MANY:
         return f"from {MANY} rows of 8 bits on XLA's matmul is as fast"
-    if narrow and not target.untimed:
-        return "with rows of 8 bits it was not timed yet"
     if not narrow and weight.format == "fp8" and 8 < rows <= WARPGROUP and config.ways == parts == 1:
         return "with 9 to 64 rows and fp8 XLA's matmul is as fast"
     blocks = -(-weight.outputs[0] // config.height // (config.consumers // config.ways)) * -(-rows // config.rows)

@@ -30,7 +30,7 @@ def quantize_rows(
     Raises ValueError for another format.
     """
     _check(x, format)
-    if choice.resolve("quantize_rows", implementation, obstacle(x, target), loses(target)) == "xla":
+    if choice.resolve("quantize_rows", implementation, obstacle(x, target)) == "xla":
         return xla.quantize_rows(x, format)
     return kernel.quantize_rows(x, format, interpret=interpret)[1]
 
@@ -56,7 +56,7 @@ def norm_and_quantize_rows(
         choice.check_shape("delta", delta, x.shape)
         if x.dtype != delta.dtype:
             raise ValueError(f"x is {x.dtype} and delta {delta.dtype}; norm_and_quantize_rows takes one dtype")
-    if choice.resolve("quantize_rows", implementation, obstacle(x, target), loses(target)) == "xla":
+    if choice.resolve("quantize_rows", implementation, obstacle(x, target)) == "xla":
         return xla.norm_and_quantize_rows(x, delta, scale, eps=eps, format=format)
     return kernel.quantize_rows(x, format, delta, scale, eps=eps, interpret=interpret)
 
@@ -71,11 +71,6 @@ def obstacle(x: jax.Array, target: Target) -> str | None:
     if kernel.together(inputs) is None or inputs > MOST_INPUTS:
         return f"a row has {inputs} elements; it takes multiples of {2 * kernel.THREADS} up to {MOST_INPUTS}"
     return None if rows else "there are no rows"
-
-
-def loses(target: Target) -> str | None:
-    """Why XLA may be faster; None: it is not."""
-    return None if target.untimed else "it was not timed yet"
 
 
 def _check(x: jax.Array, format: str) -> None:

@@ -113,8 +113,7 @@ def test_an_mlp_with_activations_in_8_bits_is_four_kernels(format):
     x, scale = (jax.ShapeDtypeStruct(shape, bfloat16, sharding=place(())) for shape in ((64, 4096), (4096,)))
 
     def layer(x, delta, scale, weights):
-        target = dataclasses.replace(H200, untimed=True)
-        return Mlp(config, weights, mesh)(x, delta, {"norm": {"scale": scale}}, target)
+        return Mlp(config, weights, mesh)(x, delta, {"norm": {"scale": scale}}, H200)
 
     with aot.mosaic_dump():
         entry = jax.jit(layer).lower(x, x, scale, weights).compile().as_text().split("ENTRY")[1]
