@@ -15,11 +15,15 @@ from pallas_kernels.fused_mlp.activations import NAMES, Activation, activate, er
 from pallas_kernels.fused_mlp.config import (
     BUSY,
     PAIRED_TOKENS,
+    PAIRS_BUSY,
     SPLIT_INPUTS,
+    SPLIT_TOKENS,
     STREAMED_TOKENS,
     TiledConfig,
     pair_config,
+    pairs_busy,
     stream_config,
+    streams,
     tiled_busy,
 )
 from pallas_kernels.fused_mlp.pairs import paired
@@ -114,8 +118,8 @@ def down(
         return xla.down(hidden, weight, residual, bias)
     tokens, hidden = hidden.shape[0], _whole_tiles(hidden)
     residual = None if residual is None else _whole_tiles(residual)
-    if tokens > STREAMED_TOKENS:
-        pairs = pair_config(hidden.shape[0], hidden.shape[1], outputs[-1], target.cores)
+    if not streams(tokens, outputs[-1], target.cores):
+        pairs = pair_config(hidden.shape[0], outputs[-1], target.cores)
         return paired(hidden, weight, bias, residual, config=pairs, interpret=interpret)[:tokens]
     config = stream_config(hidden.shape[0], hidden.shape[1], 1, outputs[-1], target.cores)
     bias = None if bias is None else bias[None]
@@ -176,10 +180,12 @@ def gate_up_loses(tokens: int, parts: int, mlp: int, cores: int) -> str | None:
 def down_loses(tokens: int, inputs: int, outputs: int, target: Target) -> str | None:
     """The same of down."""
     cores = target.cores
-    if tokens > STREAMED_TOKENS:
-        return None if target.untimed else f"over {STREAMED_TOKENS} tokens it was not timed yet"
+    if tokens > SPLIT_TOKENS and inputs >= SPLIT_INPUTS:
+        return f"from {SPLIT_INPUTS} inputs, over {SPLIT_TOKENS} tokens, XLA's matmul is as fast"
     if inputs < SPLIT_INPUTS:
         tiles = outputs // 64
+        if not streams(tokens, outputs, cores) and pairs_busy(tokens, outputs, cores) < PAIRS_BUSY:
+            return f"its blocks keep less than {PAIRS_BUSY:.0%} of {cores} cores busy"
         known = inputs >= 4096 and 64 <= tiles <= cores
         return (
             None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 SHARED_MEMORY = 226 * 1024
 """Bytes that a block's ring and buffers may take together; barriers come on top."""
 STREAMED_TOKENS = 64
 """Up to here time goes into reading the weights."""
+SPLIT_TOKENS = 128
+"""Up to here the same of a projection without a gate, if there are two multiprocessors for each tile."""
 PAIRED_TOKENS = 256
 """Up to here a projection without a gate has few tiles: blocks alone or in pairs."""
 BUSY = 0.8
@@ -21,13 +22,10 @@ SPLIT_INPUTS = 8192
 SHAPES = {2: ((2, 1), (1, 1), (1, 2)), 1: ((1, 1), (1, 2))}
 """By parts: consumers of a block, blocks of a cluster; the faster first. Clusters of 4 leave multiprocessors idle."""
 
-PAIRS = {
-    128: ((1, 1, 2, False), (1, 1, 1, False), (1, 2, 1, False)),
-    256: ((1, 1, 2, True), (2, 1, 2, True), (1, 2, 1, False)),
-}
-"""By tokens, up to: consumers, split, row_tiles and share of a PairConfig; the better first."""
+PAIRS = {192: ((1, True), (1, False)), 256: ((1, True), (2, True), (1, False))}
+"""By tokens, up to: consumers and pairs of a PairConfig; the faster first."""
 PAIRS_BUSY = 0.7
-"""Share of the multiprocessors that have a block."""
+"""Share of the multiprocessors that must have a block of these for the kernel to win; measured with 0.73 and 0.97."""
 
 
 @dataclass(frozen=True)
@@ -62,41 +60,18 @@ class TiledConfig:
 
 @dataclass(frozen=True)
 class PairConfig:
-    """For 65 to 256 tokens without a gate: blocks alone or in pairs, all at the same time."""
+    """For 65 to 256 tokens without a gate: a block for each tile, all at the same time."""
 
     rows: int
-    """Tokens of a block: a multiple of 8 · split, up to 256."""
+    """Tokens of a block: a multiple of 8, up to 256."""
     consumers: int = 1
-    """Warpgroups that multiply, up to 4; each has 64 columns of the weights."""
-    split: int = 1
-    """2: a pair shares the inputs of a tile."""
-    row_tiles: int = 1
-    """Blocks with other tokens and the same weights."""
-    share: bool = False
-    """Whether two of these read the weights together; not if split."""
+    """Warpgroups that multiply, 1 or 2; each has 64 columns of the weights."""
+    pairs: bool = False
+    """Two blocks have the same columns and half of the tokens each; they read the weights together."""
     chunk: int = 64
     """Inputs that travel together."""
-    deal: int = 1
-    """2: two consumers have the same columns, and the chunks in turn."""
     stages: int = 4
-    """Chunks in flight, a multiple of `deal`."""
-
-    @property
-    def width(self) -> int:
-        """Columns of a block."""
-        return self.consumers // self.deal * 64
-
-    def with_stages(self) -> PairConfig:
-        """As many chunks in flight as fit."""
-        buffers = self.width * self.rows * (2 // self.split + 4 * (self.deal - 1))
-        chunk_bytes = self.chunk * 2 * (self.width + self.rows)
-        stages = (SHARED_MEMORY - buffers) // chunk_bytes
-        return dataclasses.replace(self, stages=stages // self.deal * self.deal)
-
-    @property
-    def registers(self) -> int:
-        """Of a thread of a consumer; the producer leaves them what it does not need."""
-        return {1: 232, 2: 232, 3: 152, 4: 104}[self.consumers]
+    """Chunks in flight."""
 
 
 def busy(tiles: int, cores: int) -> float:
@@ -112,30 +87,42 @@ def stream_config(
     """
     rows = -(-tokens // 8) * 8
     # The first that keeps most busy, else the one that keeps the most so.
-    shapes = SHAPES[parts] if parts == 2 or inputs >= SPLIT_INPUTS else ((1, 1),)
+    halved = parts == 2 or inputs >= SPLIT_INPUTS or tokens > STREAMED_TOKENS
+    shapes = SHAPES[parts] if halved else ((1, 1),)
     consumers, split = max(shapes, key=lambda shape: min(_stream_busy(inputs, outputs, shape, cores), BUSY))
     buffers = consumers * rows * (64 * 2 + (split - 1) * parts * 64 * 4) + beside[1]
     chunk_bytes = 64 * (2 * (parts * 64 * consumers + rows) + beside[0])
     chunks = (SHARED_MEMORY - buffers) // chunk_bytes
-    # Twice the inputs at a time is faster, as long as three of them fit.
-    chunk = 128 if inputs % 128 == 0 and chunks >= 6 else 64
+    # Twice the inputs at a time is faster, as long as three of them fit; of more tokens it was not measured.
+    chunk = 128 if inputs % 128 == 0 and chunks >= 6 and tokens <= STREAMED_TOKENS else 64
     tiles = outputs // (64 * consumers)
     return StreamConfig(rows, consumers, chunk, chunks * 64 // chunk, min(tiles, cores // split), split)
 
 
-def pair_config(tokens: int, inputs: int, outputs: int, cores: int) -> PairConfig:
+def streams(tokens: int, outputs: int, cores: int) -> bool:
+    """Whether a projection without a gate is `stream`'s. outputs: a multiple of 64."""
+    return tokens <= STREAMED_TOKENS or (tokens <= SPLIT_TOKENS and 2 * (outputs // 64) <= cores)
+
+
+def pair_config(tokens: int, outputs: int, cores: int) -> PairConfig:
     """tokens: up to PAIRED_TOKENS; outputs: a multiple of 64."""
+    shapes = next(shapes for most, shapes in PAIRS.items() if tokens <= most)
+    consumers, pairs = max(shapes, key=lambda shape: min(_pairs_busy(outputs, shape, cores), PAIRS_BUSY))
+    rows = -(-tokens // (8 * (1 + pairs))) * 8
+    stages = (SHARED_MEMORY - consumers * rows * 64 * 2) // (64 * 2 * (consumers * 64 + rows))
+    return PairConfig(rows, consumers, pairs, stages=stages)
 
-    def occupied(shape: tuple[int, int, int, bool]) -> float:
-        consumers, split, row_tiles, _ = shape
-        blocks = outputs // (64 * consumers) * split * row_tiles
-        fits = outputs % (64 * consumers) == 0 and inputs >= 64 * split and blocks <= cores
-        return blocks / cores if fits else 0.0
 
-    shapes = PAIRS[128 if tokens <= 128 else 256]
-    consumers, split, row_tiles, share = max(shapes, key=lambda shape: min(occupied(shape), PAIRS_BUSY))
-    rows = -(-tokens // (row_tiles * 8 * split)) * 8 * split
-    return PairConfig(rows, consumers, split, row_tiles, share).with_stages()
+def pairs_busy(tokens: int, outputs: int, cores: int) -> float:
+    """Share of the multiprocessors that have a block of `paired`; 0 if they are too few for all at the same time."""
+    config = pair_config(tokens, outputs, cores)
+    return _pairs_busy(outputs, (config.consumers, config.pairs), cores)
+
+
+def _pairs_busy(outputs: int, shape: tuple[int, bool], cores: int) -> float:
+    consumers, pairs = shape
+    blocks = outputs // (64 * consumers) * (1 + pairs)
+    return blocks / cores if outputs % (64 * consumers) == 0 and blocks <= cores else 0.0
 
 
 def _stream_busy(inputs: int, outputs: int, shape: tuple[int, int], cores: int) -> float:

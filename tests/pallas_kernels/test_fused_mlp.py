@@ -71,7 +71,7 @@ def test_plain_mlp(implementation):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize(
     ("tokens", "residual", "bias"),
-    [(1, True, False), (16, False, True), (61, True, True), (65, True, True), (130, False, False)],
+    [(1, True, False), (16, False, True), (61, True, True), (65, True, True), (250, False, False)],
 )
 def test_down(implementation, tokens, residual, bias):
     hidden, weight = normal(0, (tokens, 320)), normal(1, (320, 128), size=0.1)
@@ -198,14 +198,13 @@ def test_every_way_to_split_the_work(config):
 @pytest.mark.parametrize(
     "config",
     [
-        PairConfig(rows=48, consumers=2, split=2, stages=2),
-        PairConfig(rows=32, consumers=2, row_tiles=2, share=True, stages=2, chunk=128),
-        PairConfig(rows=24, consumers=2, row_tiles=2, deal=2, stages=4),
-        PairConfig(rows=32, consumers=1, split=2, row_tiles=2, stages=2, chunk=128),
+        PairConfig(rows=40, consumers=2, stages=2),
+        PairConfig(rows=24, consumers=1, pairs=True, stages=8),
+        PairConfig(rows=32, consumers=2, pairs=True, stages=2, chunk=128),
     ],
     ids=str,
 )
-def test_every_way_to_share_the_work(config):
+def test_blocks_alone_and_in_pairs(config):
     x, weight, bias = normal(0, (40, 384)), normal(1, (384, 128), size=0.1), normal(2, (128,))
     residual, others = normal(3, (40, 128)), np.arange(40) != 37
     with interpreter() as interpret:
@@ -216,13 +215,12 @@ def test_every_way_to_share_the_work(config):
 
 
 @pytest.mark.parametrize("tokens", [65, 96, 127, 128, 130, 192, 200, 256])
-@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (4096, 4096), (14336, 4096), (8192, 1280), (64, 64)])
-def test_pairs_fit(tokens, inputs, outputs):
-    config = pair_config(-(-tokens // 8) * 8, inputs, outputs, 132)
-    assert tokens <= config.rows * config.row_tiles < tokens + 8 + 8 * config.split * config.row_tiles
-    assert config.rows % (8 * config.split) == 0
+@pytest.mark.parametrize("outputs", [6144, 4096, 1280, 64])
+def test_pairs_fit(tokens, outputs):
+    config = pair_config(tokens, outputs, 132)
+    blocks = 1 + config.pairs
+    assert tokens <= config.rows * blocks < tokens + 8 * blocks
     assert outputs % (64 * config.consumers) == 0
-    assert config.row_tiles % 2 == 0 or not config.share
     assert config.stages >= 3
 
 
@@ -255,12 +253,18 @@ def test_the_error_function_of_kernels():
             [(16, 1792), (1792, 4096)],
             "it is known to be faster from 4096 inputs with 64 to 132 tiles, not 1792 and 64",
         ),
-        (down, [(65, 14336), (14336, 4096)], "over 64 tokens it was not timed yet"),
+        (down, [(128, 14336), (14336, 4096)], None),
         (
             down,
-            [(257, 14336), (14336, 4096)],
-            "over 256 tokens XLA's matmul, which adds the residual itself, is as fast",
+            [(129, 14336), (14336, 4096)],
+            "from 8192 inputs, over 128 tokens, XLA's matmul is as fast",
         ),
+        (down, [(65, 4096), (4096, 4096)], None),
+        (down, [(128, 4096), (4096, 6144)], None),
+        (down, [(256, 4096), (4096, 6144)], None),
+        (down, [(256, 4096), (4096, 4096)], None),
+        (down, [(256, 4096), (4096, 5120)], "its blocks keep less than 70% of 132 cores busy"),
+        (down, [(257, 4096), (4096, 4096)], "over 256 tokens XLA's matmul, which adds the residual itself, is as fast"),
     ],
 )
 def test_what_runs_where(op, shapes, obstacle):

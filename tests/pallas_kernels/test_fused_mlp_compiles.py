@@ -70,4 +70,5 @@ def test_down_in_pairs(tokens, inputs, outputs, gpu):
     compiled, kernels = compile_for_gpu(op, *arrays, gpu=gpu)
     assert [kernel.spilled_bytes for kernel in kernels] == [0]
     padded = 2 * (tokens + 8) * (inputs + 2 * outputs) if tokens % 8 else 0
-    assert compiled.memory_analysis().temp_size_in_bytes <= padded
+    sums = 4 * outputs * -(-tokens // 8) * 8 if 2 * outputs // 64 <= H200.cores and tokens <= 128 else 0
+    assert compiled.memory_analysis().temp_size_in_bytes <= padded + 1.1 * sums
