@@ -38,8 +38,8 @@ class StepOutput:
 
     ids: jax.Array
     """[sequences] i32: the sampled ids."""
-    row_logprobs: RowLogprobs
-    """Per row; zeros if the batch asked for none."""
+    row_logprobs: RowLogprobs | None
+    """Per row; zeros if the batch asked for none, None if none of its shape can: not even zeros are written then."""
     logprobs: jax.Array | None
     """[rows, vocab] f32 of a scored batch."""
 
@@ -235,7 +235,7 @@ def layer_inputs(
 
 def report_logprobs(
     logits: jax.Array, ids: jax.Array, arrays: dict[str, jax.Array], shape: BatchShape
-) -> tuple[RowLogprobs, jax.Array | None]:
+) -> tuple[RowLogprobs | None, jax.Array | None]:
     """The model's raw log-probabilities, of each row's target and of the most likely ids."""
     if shape.scored:
         rows = jnp.where(arrays["samples"] > 0, arrays["sample_rows"], shape.rows)
@@ -243,8 +243,11 @@ def report_logprobs(
         targets = jnp.where(arrays["targets"] == NO_TARGET, sampled, arrays["targets"])
         logprobs = jax.nn.log_softmax(logits)
         return sampler.row_logprobs(logprobs, targets), logprobs
+    wanted = sampling_inputs(arrays, shape).any_logprobs
+    if wanted is False:
+        return None, None
     row_logprobs = sampler.when(
-        sampling_inputs(arrays, shape).any_logprobs,
+        wanted,
         lambda: sampler.row_logprobs(jax.nn.log_softmax(logits), ids),
         lambda: sampler.no_logprobs(shape.rows),
     )

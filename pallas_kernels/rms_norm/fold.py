@@ -101,14 +101,14 @@ class Fold:
             rows = range(first, min(first + TOGETHER, self.count))
             loaded = [load_sum(gmem["x"].at[row], gmem["delta"].at[row] if self.made else None) for row in rows]
             for row, total in zip(rows, loaded, strict=True):
-                if self.made:
-
-                    @pl.when(block == row % blocks)
-                    def _write(row: int = row, total: jax.Array = total) -> None:
-                        gmem["total"].at[row][...] = total
-
                 smem["factors"].at[row][...] = factor(total.astype(jnp.float32), self.norm.eps)
-        plgpu.barrier_arrive(smem["measured"])
+            if rows[-1] == self.count - 1:
+                plgpu.barrier_arrive(smem["measured"])
+            for row, total in zip(rows, loaded, strict=True) if self.made else ():
+
+                @pl.when(block == row % blocks)
+                def _write(row: int = row, total: jax.Array = total) -> None:
+                    gmem["total"].at[row][...] = total
 
     def normalise(self, smem: Any, x: Any, at: tuple[Any, ...], place: jax.Array, member: jax.Array) -> None:
         """This warpgroup's part of a stage of x, [rows, depth], in place; matrix units may read it after `wait`.

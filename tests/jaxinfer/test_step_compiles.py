@@ -63,6 +63,8 @@ def test_kernels_in_every_layer_and_the_cache_in_place(shape, cache_dtype, quant
     assert not re.findall(r" (?:while|conditional)\(", text)
     # A kernel that is handed a slice of the packed batch refuses it on the GPU, for it is not aligned.
     assert "dynamic_slice_fusion" not in text
+    output, _ = compiled.out_info
+    assert output.row_logprobs is None
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes / 4

@@ -56,7 +56,8 @@ def test_equals_both_kernels_and_the_reference(format, rows, outputs, delta, sca
         options = {"target": FEW_CORES, "implementation": "mosaic", "interpret": interpret}
         total, out = (wide(array) for array in folded(x, norm, weight, **options))
         zeros = jnp.zeros_like(x)
-        added, inner = add_rms_norm(x, norm.delta if delta else zeros, norm.scale, eps=EPS, **options)
+        deltas = norm.delta if delta else zeros
+        added, inner = jax.block_until_ready(add_rms_norm(x, deltas, norm.scale, eps=EPS, **options))
         one = quant_matmul if format and alone is down else alone
         two = wide(one(inner, weight, **options))
     np.testing.assert_array_equal(total, wide(added))
