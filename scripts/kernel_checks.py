@@ -266,6 +266,7 @@ def mlps() -> list[Check]:
         check(1, 512, 4096, None),
         check(37, 1024, 2816, None, bias=True),
         check(65, 4096, 4096, None, bias=True),
+        check(127, 6144, 4096, None, bias=True),
         check(128, 4096, 14336, None),
         check(200, 6144, 4096, None),
         check(256, 4096, 4096, None, bias=True),
