@@ -71,9 +71,9 @@ def _kernels(gpu: str | None) -> tuple[dict[str, Any], list[str]]:
         raise ValueError(f"{gpu!r} is not a GPU known here; there are: {', '.join(target.GPUS)}")
     rows = [{"shapes": shapes, **dataclasses.asdict(made)} for shapes, made in ops.decisions(kind)]
     lines = [f"On {name}, {kind.described}, with a layer of Llama-3-8B:"]
-    lines.append(f"{'operation':<15}{'of':<27}{'runs':<8}why not the kernel (mosaic)")
+    lines.append(f"{'operation':<17}{'of':<27}{'runs':<8}why not the kernel (mosaic)")
     lines += [
-        f"{row['op']:<15}{row['shapes']:<27}{row['implementation']:<8}{row['obstacle'] or ''}".rstrip() for row in rows
+        f"{row['op']:<17}{row['shapes']:<27}{row['implementation']:<8}{row['obstacle'] or ''}".rstrip() for row in rows
     ]
     return {"device": name, "platform": kind.platform, "kernels": rows}, lines
 

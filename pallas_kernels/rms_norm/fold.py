@@ -21,8 +21,8 @@ from pallas_kernels.rms_norm.kernel import factor, load_sum
 
 MOST_ROWS = 8
 """Every block reads all rows first."""
-TOGETHER = 2
-"""Rows whose loads are under way at once."""
+TOGETHER = 8192
+"""Elements of rows whose loads are under way at once, or one row: they wait in registers."""
 REDUCTION = 2048
 """Bytes that Mosaic takes for sums over a warpgroup."""
 PIECE = 64
@@ -97,8 +97,9 @@ class Fold:
 
     def measure(self, gmem: Any, smem: Any, block: jax.Array, blocks: int) -> None:
         """Every row's factor, by one warpgroup of a block. Blocks take turns in writing the sums, x + delta."""
-        for first in range(0, self.count, TOGETHER):
-            rows = range(first, min(first + TOGETHER, self.count))
+        together = max(TOGETHER // self.x.shape[1], 1)
+        for first in range(0, self.count, together):
+            rows = range(first, min(first + together, self.count))
             loaded = [load_sum(gmem["x"].at[row], gmem["delta"].at[row] if self.made else None) for row in rows]
             for row, total in zip(rows, loaded, strict=True):
                 smem["factors"].at[row][...] = factor(total.astype(jnp.float32), self.norm.eps)
