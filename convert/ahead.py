@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,20 @@ def each_ahead[T](things: Iterable[T], use: Callable[[T], object], workers: int 
                 pending.popleft().result()
         for future in pending:
             future.result()
+
+
+def several_ahead[T, R](things: Iterable[T], make: Callable[[T], R], workers: int) -> Iterator[tuple[T, R]]:
+    """(thing, what `make` makes of it), in order; `workers` of the next are made while the caller works on one."""
+    waiting = iter(things)
+    pending: deque[tuple[T, Future[R]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        pending.extend((thing, pool.submit(make, thing)) for thing in itertools.islice(waiting, workers))
+        while pending:
+            thing, future = pending.popleft()
+            made = future.result()
+            pending.extend((thing, pool.submit(make, thing)) for thing in itertools.islice(waiting, 1))
+            yield thing, made
+            del made
 
 
 def made_ahead[T, R](

@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from convert import late
+from convert.ahead import several_ahead
 from convert.checkpoint import NUMPY_DTYPES, Checkpoint
 from convert.destination import check_destination, fingerprint, resumable
 from convert.loading import load_one, progress_bar
@@ -53,6 +54,8 @@ _SHARES = 8
 _SMALLEST_BYTES = 256 << 10
 """An array that is not cut: its pieces would cost more time than they save."""
 _BATCH_BYTES = 64 << 20  # restored together: Orbax holds host copies of what one call reads
+_READERS = 3
+"""Batches that are read at once: while one is copied to its devices, others come from the disk."""
 
 
 def save_native(
@@ -211,25 +214,24 @@ def restore(
     place = functools.partial(sharding, embed.sharding.mesh)
     stored = dict(flatten(abstract(checkpoint.config, embed.dtype, place, checkpoint.quantization)))
     canonical = {path: fitted(stored[path]) for path in paths or leaves}
-    with _checkpointer() as checkpointer:
-        for batch in _batches(canonical):
-            parts = {name: part for path in batch for name, part in stored_parts(path, canonical[path]).items()}
-            restore_args = {
-                name: ocp.ArrayRestoreArgs(dtype=part.dtype, sharding=part.sharding, global_shape=part.shape)
-                for name, part in parts.items()
-            }
-            arrays = checkpointer.restore(
-                checkpoint.path.absolute() / WEIGHTS,
-                args=ocp.args.PyTreeRestore(
-                    item=dict.fromkeys(parts, 0), restore_args=restore_args, partial_restore=True
-                ),
-            )
-            for path in batch:
-                weight = _weight(path, canonical[path], arrays)
-                for array in jax.tree.leaves(weight):
-                    _check_range(path, array, checkpoint.dtype)
-                restored[path] = lay_out(path, weight, checkpoint.config, physical, leaves[path])
-                update(sum(part.nbytes for part in jax.tree.leaves(restored[path])))
+
+    def read(batch: list[str]) -> dict[str, jax.Array]:
+        parts = {name: part for path in batch for name, part in stored_parts(path, canonical[path]).items()}
+        restore_args = {
+            name: ocp.ArrayRestoreArgs(dtype=part.dtype, sharding=part.sharding, global_shape=part.shape)
+            for name, part in parts.items()
+        }
+        item = ocp.args.PyTreeRestore(item=dict.fromkeys(parts, 0), restore_args=restore_args, partial_restore=True)
+        with _checkpointer() as checkpointer:
+            return checkpointer.restore(checkpoint.path.absolute() / WEIGHTS, args=item)
+
+    for batch, arrays in several_ahead(_batches(canonical), read, _READERS):
+        for path in batch:
+            weight = _weight(path, canonical[path], arrays)
+            for array in jax.tree.leaves(weight):
+                _check_range(path, array, checkpoint.dtype)
+            restored[path] = lay_out(path, weight, checkpoint.config, physical, leaves[path])
+            update(sum(part.nbytes for part in jax.tree.leaves(restored[path])))
     return restored
 
 
