@@ -7,6 +7,7 @@ norm, and is normalised where it lies in shared memory. What is multiplied is wh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,18 +73,15 @@ class Fold:
 
     def scratch(self, rows: int, stages: tuple[int, ...], depth: int, columns: int) -> dict[str, Any]:
         """Shared memory and barriers. stages: of x, each [rows, depth] and swizzled for `columns`."""
-        dtype, places = self.x.dtype, 1
-        for size in stages:
-            places *= size
         refs: dict[str, Any] = {
             "gain": plgpu.SMEM((*stages, depth), self.norm.scale.dtype),
             "factors": plgpu.SMEM((rows,), jnp.float32),
             "measured": plgpu.Barrier(),
         }
         if self.norm.delta is not None:
-            refs["delta"] = plgpu.SMEM((*stages, rows, depth), dtype, transforms=swizzled(dtype, columns))
+            refs["delta"] = plgpu.SMEM((*stages, rows, depth), self.x.dtype, transforms=swizzled(self.x.dtype, columns))
         if self.sharers > 1:
-            refs["normalised"] = plgpu.Barrier(num_arrivals=self.sharers, num_barriers=places)
+            refs["normalised"] = plgpu.Barrier(num_arrivals=self.sharers, num_barriers=math.prod(stages))
         return refs
 
     def load(self, gmem: Any, smem: Any, at: tuple[Any, ...], row: Any, first: Any, full: Any) -> None:
