@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,18 +27,27 @@ def each_ahead[T](things: Iterable[T], use: Callable[[T], object], workers: int 
             future.result()
 
 
-def several_ahead[T, R](things: Iterable[T], make: Callable[[T], R], workers: int) -> Iterator[tuple[T, R]]:
-    """(thing, what `make` makes of it), in order; `workers` of the next are made while the caller works on one."""
-    waiting = iter(things)
+def several_ahead[T, R](
+    things: Iterable[T], make: Callable[[T], R], size: Callable[[T], int], most: int
+) -> Iterator[tuple[T, R]]:
+    """(thing, what `make` makes of it), in order; the next are made while the caller works on one.
+
+    As many as are not larger than `most` together, by `size`, or one that is larger by itself.
+    """
+    waiting: deque[T] = deque(things)
     pending: deque[tuple[T, Future[R]]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        pending.extend((thing, pool.submit(make, thing)) for thing in itertools.islice(waiting, workers))
-        while pending:
+    left = most
+    with ThreadPoolExecutor(WORKERS) as pool:
+        while waiting or pending:
+            while waiting and (not pending or size(waiting[0]) <= left):
+                thing = waiting.popleft()
+                left -= size(thing)
+                pending.append((thing, pool.submit(make, thing)))
             thing, future = pending.popleft()
             made = future.result()
-            pending.extend((thing, pool.submit(make, thing)) for thing in itertools.islice(waiting, 1))
             yield thing, made
             del made
+            left += size(thing)
 
 
 def made_ahead[T, R](

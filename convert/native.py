@@ -53,9 +53,11 @@ _SHARES = 8
 """Arrays are cut as a mesh of so many devices divides them, or of half or a quarter: each reads what it needs."""
 _SMALLEST_BYTES = 256 << 10
 """An array that is not cut: its pieces would cost more time than they save."""
-_BATCH_BYTES = 64 << 20  # restored together: Orbax holds host copies of what one call reads
-_READERS = 3
-"""Batches that are read at once: while one is copied to its devices, others come from the disk."""
+_BATCH_BYTES = 128 << 20
+"""Of arrays that are restored together: each call of Orbax reads the checkpoint's description again."""
+_AHEAD_BYTES = 512 << 20
+"""Of batches that are restored at once: while one is copied to its devices, others come from the disk. Orbax holds
+copies of them on the host."""
 
 
 def save_native(
@@ -225,7 +227,10 @@ def restore(
         with _checkpointer() as checkpointer:
             return checkpointer.restore(checkpoint.path.absolute() / WEIGHTS, args=item)
 
-    for batch, arrays in several_ahead(_batches(canonical), read, _READERS):
+    def size(batch: list[str]) -> int:
+        return sum(_nbytes(canonical[path]) for path in batch)
+
+    for batch, arrays in several_ahead(_batches(canonical), read, size, _AHEAD_BYTES):
         for path in batch:
             weight = _weight(path, canonical[path], arrays)
             for array in jax.tree.leaves(weight):
@@ -251,13 +256,17 @@ def _batches(leaves: dict[str, Leaf]) -> Iterator[list[str]]:
     batch: list[str] = []
     size = 0
     for path, leaf in leaves.items():
-        nbytes = sum(int(np.prod(part.shape)) * part.dtype.itemsize for part in jax.tree.leaves(leaf))
+        nbytes = _nbytes(leaf)
         if batch and size + nbytes > _BATCH_BYTES:
             yield batch
             batch, size = [], 0
         batch.append(path)
         size += nbytes
     yield batch
+
+
+def _nbytes(leaf: Leaf) -> int:
+    return sum(int(np.prod(part.shape)) * part.dtype.itemsize for part in jax.tree.leaves(leaf))
 
 
 @contextmanager
