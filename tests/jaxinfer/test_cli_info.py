@@ -37,8 +37,8 @@ def test_on_this_machine() -> None:
     lines = run("--kernels").stdout.splitlines()
     assert lines[0] == "On cpu, a CPU, with a layer of Llama-3-8B:"
     reason = "it is written for Hopper GPUs (compute capability 9.0), and this is a CPU"
-    assert lines[2] == f"paged_decode   int8 cache                 xla     {reason}"
-    assert lines[3] == "moe            64 tokens                  xla     it is slow"
+    assert lines[2] == f"paged_decode     int8 cache                 xla     {reason}"
+    assert lines[3] == "moe              64 tokens                  xla     it is slow"
 
 
 def test_on_a_gpu_that_is_not_here() -> None:
