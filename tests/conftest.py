@@ -45,8 +45,12 @@ def _the_process_stays_as_it_was():
     environment, folder = dict(os.environ), Path.cwd()
     loggers = {name: logging.getLogger(name).level for name in ("", "jaxinfer", "convert", "pallas_kernels")}
     yield
-    os.environ.clear()
-    os.environ.update(environment)
+    # Only what differs: changing the environment while a thread of XLA reads it can crash the process.
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name, value in environment.items():
+        if name != "PYTEST_CURRENT_TEST" and os.environ.get(name) != value:
+            os.environ[name] = value
     os.chdir(folder)
     for name, level in loggers.items():
         logging.getLogger(name).setLevel(level)
